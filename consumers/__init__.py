@@ -1,0 +1,1 @@
+"""Who folds: sources, trainer, algorithms and checkpoints."""

@@ -1,0 +1,1 @@
+"""Algorithms: advantage, policy loss, KL, entropy and aggregation as pure functions."""

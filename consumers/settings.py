@@ -1,0 +1,90 @@
+"""What the trainer is told; deploy/config.py fills it from the YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its schedule. `lr_warmup_steps` -1 takes lr_warmup_steps_ratio of total_steps."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    min_lr_ratio: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class FunctionSettings:
+    """A registered function and its arguments."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AlgorithmSettings:
+    """An algorithm and what of it is replaced; None takes the algorithm's default."""
+
+    algorithm_type: str = "grpo"
+    advantage_fn: FunctionSettings | None = None
+    policy_loss_fn: FunctionSettings | None = None
+    kl_loss_fn: FunctionSettings | None = None
+    entropy_loss_fn: FunctionSettings | None = None
+    loss_agg_mode: str | None = None
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+
+@dataclass(frozen=True)
+class SftSource:
+    """Rows of a file to imitate, read in a seeded order. `path` as in a taskset."""
+
+    path: str
+    split: str = "train"
+    subset_name: str | None = None
+    prompt_type: Literal["messages", "plaintext"] = "messages"
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    messages_key: str = "messages"
+    system_prompt: str | None = None
+    total_epochs: int = 1
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT."""
+
+    model_path: str
+    checkpoint_uri: str
+    algorithm: AlgorithmSettings
+    batch_groups: int = 1
+    train_batch_size: int = 0
+    sft: SftSource | None = None
+    total_steps: int | None = None
+    max_staleness: int | None = None
+    source_max_staleness: Mapping[str, int | None] = field(default_factory=dict)
+    sync_interval: int = 1
+    save_interval: int = 0
+    resume_minutes: float = 10.0
+    max_checkpoints_to_keep: int = 0
+    resume_from: str | None = None
+    branch: str | None = None
+    seed: int = 42
+    deterministic: bool = False
+    dtype: str = "float32"
+    max_tokens_per_microbatch: int = 8192
+    max_sequence_tokens: int | None = None
+    gradient_checkpointing: bool = False
+    num_threads: int | None = None
+    max_read_timeout_ms: int = 1_800_000
+    lease_ms: int = 10_000
+    storage_uri: str | None = None
+    chat_template: str | None = None

@@ -1,0 +1,1 @@
+"""Sources: where batches come from."""

@@ -1,0 +1,1 @@
+"""Who appends: scheduler, explorers with their engines, workflows and rewards."""

@@ -1,0 +1,1 @@
+"""Engines: token ids in; token ids, log-probabilities and policy versions out."""

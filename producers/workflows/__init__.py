@@ -1,0 +1,1 @@
+"""Workflows, by name: how a task becomes trajectories."""

@@ -1,0 +1,1 @@
+"""The contracts of the log: events, their encoding and the topics that carry them."""

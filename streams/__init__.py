@@ -1,0 +1,1 @@
+"""The log, what flows beside it, and what happens between topics."""
