@@ -62,7 +62,7 @@ def decode(value: bytes, *expected: type[E]) -> E:
         event = _decode_avro(value)
     if not isinstance(event, expected):
         names = " or ".join(e.__name__ for e in expected)
-        raise UndecodableRecord(f"{type(event).__name__} found where {names} is expected")
+        raise UndecodableRecord(f"{type(event).__name__} found, {names} expected")
     check(event)
     return event
 
@@ -70,8 +70,8 @@ def decode(value: bytes, *expected: type[E]) -> E:
 def _decode_avro(value: bytes) -> ev.Event:
     if len(value) < _HEADER_BYTES or value[:2] != MARKER:
         raise UndecodableRecord(
-            f"{len(value)} bytes beginning {value[:2].hex() or 'with nothing'}: no Avro single-object "
-            "record (marker c301). Encode with schemas.codec or any Avro library."
+            f"{len(value)} bytes beginning {value[:2].hex() or 'with nothing'}: no Avro "
+            "single-object record (marker c301). Encode with schemas.codec or any Avro library."
         )
     found = _schemas().get(value[2:_HEADER_BYTES])
     if found is None:

@@ -280,7 +280,7 @@ def open_log(url: str, limits: Limits | None = None) -> Log:
         return SqliteLog(url, limits or Limits())
     if scheme == "kafka":
         raise ConfigError(
-            "event_log: kafka:// is not available in this version; use sqlite:///path/log.db"
+            "event_log: kafka:// is not available in this version; use sqlite:///log.db"
         )
     raise ConfigError(f"event_log: {url!r} begins with neither sqlite:/// nor kafka://")
 
