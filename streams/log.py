@@ -243,7 +243,7 @@ class Log(Protocol):
     def offsets_at(
         self, partitions: Iterable[Partition], timestamp_ms: int
     ) -> dict[Partition, int]:
-        """First offset whose timestamp is at or after `timestamp_ms`; the end when there is none."""
+        """First offset with a timestamp at or after `timestamp_ms`; the end when there is none."""
         ...
 
     def acquire(self, role: str, *, owner: str, ttl_ms: int, timeout_ms: int) -> Lease:
