@@ -12,8 +12,8 @@ import io
 import json
 from collections.abc import Callable
 from functools import cache
-from importlib import resources
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import fastavro
 import msgspec
@@ -25,6 +25,7 @@ from .validate import check
 
 MARKER = b"\xc3\x01"
 _HEADER_BYTES = 10
+_HERE = Path(__file__).parent
 E = TypeVar("E", bound=ev.Event)
 
 
@@ -35,13 +36,17 @@ def encode(event: ev.Event, *, max_bytes: int | None = None) -> bytes:
         InvalidEvent: the event breaks its contract.
         EventTooLarge: the value is over `max_bytes`.
     """
-    check(event)
     header, schema, to_record = _writer(type(event))
     out = io.BytesIO()
     out.write(header)
     try:
-        fastavro.schemaless_writer(out, schema, to_record(event))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        record = to_record(event)
+        msgspec.convert(record, type(event))  # types and ranges, which fastavro lets through
+        check(event)
+        fastavro.schemaless_writer(out, schema, record)  # pyright: ignore[reportUnknownMemberType]
+    except InvalidEvent:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
         raise InvalidEvent(f"{type(event).__name__}: {error}") from error
     value = out.getvalue()
     if max_bytes is not None and len(value) > max_bytes:
@@ -49,13 +54,15 @@ def encode(event: ev.Event, *, max_bytes: int | None = None) -> bytes:
     return value
 
 
-def decode(value: bytes, *expected: type[E]) -> E:
+def decode(value: bytes | None, *expected: type[E]) -> E:
     """Record value -> event of one of the `expected` types.
 
     Raises:
         UndecodableRecord: unknown fingerprint, truncated or trailing bytes, wrong type, bad JSON.
         InvalidEvent: the record decodes but breaks its contract.
     """
+    if value is None:
+        raise UndecodableRecord("the record has no value")
     if value[:1] == b"{" and ev.Reward in expected:
         event: ev.Event = _decode_json_reward(value)
     else:
@@ -83,7 +90,9 @@ def _decode_avro(value: bytes) -> ev.Event:
     body = io.BytesIO(value)
     body.seek(_HEADER_BYTES)
     try:
-        record = fastavro.schemaless_reader(body, writer, reader)
+        record = fastavro.schemaless_reader(  # pyright: ignore[reportUnknownMemberType]
+            body, writer, reader
+        )
     except Exception as error:  # fastavro's Cython readers raise many kinds on a cut or bad body
         raise UndecodableRecord(
             f"{cls.__name__}: {len(value):,} bytes are truncated or corrupt "
@@ -99,31 +108,24 @@ def _decode_avro(value: bytes) -> ev.Event:
 
 def _decode_json_reward(value: bytes) -> ev.Reward:
     try:
-        return msgspec.json.decode(value, type=_JsonReward)
+        return msgspec.json.decode(value, type=ev.Reward)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UndecodableRecord(
             f"JSON reward: {error}. The contract is schemas/reward.schema.json."
         ) from error
 
 
-class _JsonReward(ev.Reward, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A reward as JSON: a misspelt field is an error, never silence."""
-
-
 def reward_json_schema() -> dict[str, Any]:
     """JSON Schema of a reward on the wire, as published in `reward.schema.json`."""
-    schema = msgspec.json.schema(_JsonReward)
-    (definition,) = (d for name, d in schema["$defs"].items() if name == "_JsonReward")
-    definition = definition | {"title": "Reward", "description": ev.Reward.__doc__ or ""}
-    others = {name: d for name, d in schema["$defs"].items() if name != "_JsonReward"}
-    return (
-        {"$schema": "https://json-schema.org/draft/2020-12/schema"} | definition | {"$defs": others}
-    )
+    schema = msgspec.json.schema(ev.Reward)
+    others: dict[str, Any] = schema["$defs"]
+    reward = others.pop(ev.Reward.__name__)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | reward | {"$defs": others}
 
 
 def schema_of(cls: type[ev.Event]) -> dict[str, Any]:
     """The current Avro schema of an event type, as parsed from its `.avsc` file."""
-    return json.loads((resources.files(__package__) / f"{cls.__name__}.avsc").read_text())
+    return json.loads((_HERE / f"{cls.__name__}.avsc").read_text())
 
 
 def fingerprint_of(schema: dict[str, Any]) -> bytes:
@@ -134,8 +136,6 @@ def fingerprint_of(schema: dict[str, Any]) -> bytes:
 
 @cache
 def _writer(cls: type[ev.Event]) -> tuple[bytes, Any, Callable[[ev.Event], dict[str, Any]]]:
-    if cls is _JsonReward:
-        return _writer(ev.Reward)
     schema = schema_of(cls)
     return MARKER + fingerprint_of(schema), parse_schema(schema), _to_record(cls)
 
@@ -145,11 +145,10 @@ def _schemas() -> dict[bytes, tuple[type[ev.Event], Any, Any]]:
     """Fingerprint -> (event type, writer's schema, reader's schema or None when they are equal)."""
     found: dict[bytes, tuple[type[ev.Event], Any, Any]] = {}
     by_name = {cls.__name__: cls for cls in ev.EVENTS}
-    for entry in (resources.files(__package__) / "history").iterdir():
-        if entry.name.endswith(".avsc"):
-            old = json.loads(entry.read_text())
-            cls = by_name[old["name"]]
-            found[fingerprint_of(old)] = (cls, parse_schema(old), parse_schema(schema_of(cls)))
+    for entry in (_HERE / "history").glob("*.avsc"):
+        old = json.loads(entry.read_text())
+        cls = by_name[old["name"]]
+        found[fingerprint_of(old)] = (cls, parse_schema(old), parse_schema(schema_of(cls)))
     for cls in ev.EVENTS:
         schema = schema_of(cls)
         found[fingerprint_of(schema)] = (cls, parse_schema(schema), None)
@@ -177,7 +176,7 @@ def _to_record(cls: type[ev.Event]) -> Callable[[ev.Event], dict[str, Any]]:
         for field, inner in nested:
             value = record[field]
             if isinstance(value, list):
-                record[field] = [inner(v) for v in value]
+                record[field] = [inner(v) for v in cast(list[ev.Event], value)]
             elif value is not None:
                 record[field] = inner(value)
         return record

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,9 @@ DropReason = Literal[
     "filtered", "expired", "late", "stale", "superseded", "failed", "off_lineage", "invalid"
 ]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Long = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 _ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
 
@@ -46,12 +49,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events: immutable, compared by value."""
 
 
-class Span(Event, frozen=True, kw_only=True):
+class Span(Event, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A range of tokens of one sequence that a score is about."""
 
-    sequence: int
-    start: int
-    end: int
+    sequence: Int
+    start: Int
+    end: Int
 
 
 class Score(Event, frozen=True, kw_only=True):
@@ -66,8 +69,8 @@ class Turn(Event, frozen=True, kw_only=True):
     """One message of the conversation."""
 
     role: str
-    start: int
-    end: int
+    start: Int
+    end: Int
     text: str
 
 
@@ -93,33 +96,33 @@ class Claim(Event, frozen=True, kw_only=True):
 
     uri: str
     sha256: str
-    size_bytes: int
+    size_bytes: Long
 
 
 class Task(Event, frozen=True, kw_only=True):
     """One row of a taskset to be rolled out group_size times."""
 
     group_id: str
-    number: int
+    number: Long
     taskset: str
-    row: int
-    epoch: int
+    row: Long
+    epoch: Int
     branch: str
-    step: int
-    min_policy_version: int
-    group_size: int
+    step: Long
+    min_policy_version: Long
+    group_size: Int
     workflow: str
     reward_fn: str = ""
     content: str
-    produced_at: int
+    produced_at: Long
 
 
 class Ended(Event, frozen=True, kw_only=True):
     """No more tasks will come on this branch."""
 
     branch: str
-    num_groups: int
-    produced_at: int
+    num_groups: Long
+    produced_at: Long
 
 
 class Trajectory(Event, frozen=True, kw_only=True):
@@ -127,28 +130,28 @@ class Trajectory(Event, frozen=True, kw_only=True):
 
     trajectory_id: str
     group_id: str
-    slot: int
+    slot: Int
     attempt: str
-    number: int = -1
+    number: Long = -1
     taskset: str = ""
-    row: int = -1
-    epoch: int = 0
+    row: Long = -1
+    epoch: Int = 0
     producer: str
     branch: str
-    min_policy_version: int
-    max_policy_version: int
-    group_size: int
+    min_policy_version: Long
+    max_policy_version: Long
+    group_size: Int
     sequences: list[Sequence]
     finish_reason: str
     failure: str = ""
     scores: list[Score] = []
     reward_sources: dict[str, float]
-    reward_deadline_ms: int | None = None
-    group_deadline_ms: int | None = None
+    reward_deadline_ms: Long | None = None
+    group_deadline_ms: Long | None = None
     metrics: dict[str, float] = {}
     attachments: dict[str, str] = {}
     claim: Claim | None = None
-    produced_at: int
+    produced_at: Long
 
     @property
     def is_failed(self) -> bool:
@@ -156,23 +159,23 @@ class Trajectory(Event, frozen=True, kw_only=True):
         return self.finish_reason == "failed"
 
 
-class Reward(Event, frozen=True, kw_only=True):
+class Reward(Event, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A score for one trajectory, from anyone, at any time."""
 
     event_id: str
     trajectory_id: str
     source: str
     value: float
-    revision: int = 0
+    revision: Int = 0
     span: Span | None = None
     metadata: dict[str, str] = {}
-    produced_at: int | None = None
+    produced_at: Long | None = None
 
 
 class GroupMember(Event, frozen=True, kw_only=True):
     """One scored rollout of a group, also when it was filtered out."""
 
-    slot: int
+    slot: Int
     trajectory_id: str
     reward: float
 
@@ -181,36 +184,36 @@ class Experience(Event, frozen=True, kw_only=True):
     """A trajectory joined with its rewards: what can be trained on."""
 
     trajectory_id: str
-    reward_revision: int
+    reward_revision: Int
     group_id: str
-    slot: int
-    number: int
+    slot: Int
+    number: Long
     branch: str
-    min_policy_version: int
-    max_policy_version: int
-    num_tokens: int
-    num_trained_tokens: int
+    min_policy_version: Long
+    max_policy_version: Long
+    num_tokens: Long
+    num_trained_tokens: Long
     reward: float
     reward_parts: dict[str, float]
     token_rewards: Float32s | None = None
     group: list[GroupMember]
-    group_experiences: int
+    group_experiences: Int
     loss_mask: Uint8s | None = None
     priority: float = 0.0
     metrics: dict[str, float] = {}
     trajectory: bytes
-    trajectory_partition: int
-    trajectory_offset: int
-    produced_at: int
+    trajectory_partition: Int
+    trajectory_offset: Long
+    produced_at: Long
 
 
 class Clock(Event, frozen=True, kw_only=True):
     """Stream time of one partition."""
 
-    partition: int
-    time_ms: int
-    positions: dict[str, int]
-    produced_at: int
+    partition: Int
+    time_ms: Long
+    positions: dict[str, Long]
+    produced_at: Long
 
 
 class Drop(Event, frozen=True, kw_only=True):
@@ -218,60 +221,60 @@ class Drop(Event, frozen=True, kw_only=True):
 
     trajectory_id: str
     group_id: str
-    slot: int
-    number: int
+    slot: Int
+    number: Long
     reason: DropReason
     detail: str
     where: str
     branch: str = ""
-    step: int = -1
-    group_experiences: int | None = None
-    produced_at: int
+    step: Long = -1
+    group_experiences: Int | None = None
+    produced_at: Long
 
 
 class CutMember(Event, frozen=True, kw_only=True):
     """One experience of a cut."""
 
     trajectory_id: str
-    reward_revision: int
-    partition: int
-    offset: int
+    reward_revision: Int
+    partition: Int
+    offset: Long
 
 
 class Cut(Event, frozen=True, kw_only=True):
     """The batch of one step, published before it is trained."""
 
     branch: str
-    step: int
+    step: Long
     members: list[CutMember]
     parent: str
-    epoch: int
-    produced_at: int
+    epoch: Long
+    produced_at: Long
 
 
 class TrainStep(Event, frozen=True, kw_only=True):
     """One optimiser step done."""
 
     branch: str
-    step: int
-    num_experiences: int
-    num_tokens: int
+    step: Long
+    num_experiences: Int
+    num_tokens: Long
     metrics: dict[str, float]
-    epoch: int
-    produced_at: int
+    epoch: Long
+    produced_at: Long
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):
     """Weights that can be served, or a state that can be resumed from."""
 
     branch: str
-    step: int
+    step: Long
     kind: Literal["full", "weights"]
     uri: str
     digest: str
     manifest_sha256: str
-    epoch: int
-    produced_at: int
+    epoch: Long
+    produced_at: Long
 
 
 class Branch(Event, frozen=True, kw_only=True):
@@ -279,8 +282,8 @@ class Branch(Event, frozen=True, kw_only=True):
 
     branch: str
     parent: str
-    step: int
-    produced_at: int
+    step: Long
+    produced_at: Long
 
 
 class Evaluation(Event, frozen=True, kw_only=True):
@@ -288,10 +291,10 @@ class Evaluation(Event, frozen=True, kw_only=True):
 
     taskset: str
     branch: str
-    policy_version: int
-    num_tasks: int
+    policy_version: Long
+    num_tasks: Int
     metrics: dict[str, float]
-    produced_at: int
+    produced_at: Long
 
 
 class Heartbeat(Event, frozen=True, kw_only=True):
@@ -302,23 +305,23 @@ class Heartbeat(Event, frozen=True, kw_only=True):
     state: Literal["alive", "idle", "ended"]
     waiting_for: str = ""
     host: str
-    pid: int
+    pid: Long
     metrics: dict[str, float] = {}
-    produced_at: int
+    produced_at: Long
 
 
 class DeadLetter(Event, frozen=True, kw_only=True):
     """A record that could not be read, with its position and the reason."""
 
     topic: str
-    partition: int
-    offset: int
+    partition: Int
+    offset: Long
     key: bytes | None
     value: bytes | None
     headers: dict[str, bytes]
     error: str
     reader: str
-    produced_at: int
+    produced_at: Long
 
 
 EVENTS: tuple[type[Event], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ def from_plain(cls: type[E], plain: dict[str, Any]) -> E:
     """
     try:
         event = msgspec.convert(_read(plain, cls), cls)
-    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, InvalidEvent):
             raise
         raise InvalidEvent(f"{cls.__name__}: {error}") from error
@@ -51,51 +51,49 @@ def _show(value: Any, hint: Any) -> Any:
     if isinstance(value, ev.Event):
         return to_plain(value)
     if isinstance(value, list):
-        return [_show(v, None) for v in value]
+        return [_show(v, None) for v in cast(list[Any], value)]
     if isinstance(value, bytes):
         if packed := _packed(hint):
             array = np.frombuffer(value, packed.dtype)
             return (array.reshape(-1, packed.width) if packed.width > 1 else array).tolist()
         return base64.b64encode(value).decode()
     if isinstance(value, dict):
-        return {k: _show(v, None) for k, v in value.items()}
+        return {k: _show(v, None) for k, v in cast(dict[str, Any], value).items()}
     return value
 
 
 def _read(plain: Any, cls: type[ev.Event]) -> Any:
     if not isinstance(plain, dict):
         return plain
-    hints = _hints(cls)
-    for field in plain:
+    hints, fields = _hints(cls), cast(dict[str, Any], plain)
+    for field in fields:
         if field not in hints:
             raise InvalidEvent(
                 f"{cls.__name__}: unknown field {field!r}; it has {', '.join(hints)}", field=field
             )
-    return {field: _read_field(cls, field, hints[field], value) for field, value in plain.items()}
+    return {field: _read_field(cls, field, hints[field], v) for field, v in fields.items()}
 
 
 def _read_field(cls: type[ev.Event], field: str, hint: Any, value: Any) -> Any:
     if (cls, field) == _EMBEDDED and isinstance(value, dict):
-        return codec.encode(from_plain(ev.Trajectory, value))
+        return codec.encode(from_plain(ev.Trajectory, cast(dict[str, Any], value)))
+    is_list = isinstance(value, list)
     if packed := _packed(hint):
-        if not isinstance(value, list):
-            return value
-        array = np.asarray(value, dtype=packed.dtype)
-        if (
-            array.size
-            and np.issubdtype(array.dtype, np.integer)
-            and not np.array_equal(array, value)
-        ):
-            raise InvalidEvent(
-                f"{cls.__name__}: {field} holds numbers that are no integers", field=field
-            )
-        return array.tobytes()
+        return _pack(f"{cls.__name__}: {field}", packed, value) if is_list else value
     inner = _event_type(hint)
-    if inner is not None:
-        if isinstance(value, list):
-            return [_read(v, inner) for v in value]
-        return _read(value, inner)
-    return value
+    if inner is None:
+        return value
+    return [_read(v, inner) for v in cast(list[Any], value)] if is_list else _read(value, inner)
+
+
+def _pack(where: str, packed: Packed, values: Any) -> bytes:
+    given = np.asarray(values)
+    with np.errstate(invalid="raise", over="raise"):
+        array = given.astype(packed.dtype)
+    is_exact = array.dtype.kind == "f" or np.array_equal(array, given)
+    if given.size and (given.dtype.kind not in "biuf" or not is_exact):
+        raise InvalidEvent(f"{where} holds values that do not fit {packed.dtype}", field=where)
+    return array.tobytes()
 
 
 @cache

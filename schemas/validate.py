@@ -38,6 +38,8 @@ def _trajectory(t: ev.Trajectory) -> None:
     _ids(where, ("trajectory_id", t.trajectory_id), ("group_id", t.group_id))
     if t.trajectory_id != ev.trajectory_id(t.group_id, t.slot, t.attempt):
         _refuse(where, "trajectory_id", "is not <group_id>:<slot>:<attempt> of its own fields")
+    if not t.attempt or ":" in t.attempt:
+        _refuse(where, "attempt", f"{t.attempt!r} must be a token without ':', never reused")
     if not 0 <= t.slot < t.group_size:
         _refuse(where, "slot", f"{t.slot} lies outside the group's 0..{t.group_size - 1}")
     if not t.reward_sources and not t.is_failed:
@@ -51,6 +53,7 @@ def _trajectory(t: ev.Trajectory) -> None:
         _refuse(where, "sequences", "is empty; a rollout without tokens is finish_reason 'failed'")
     for i, sequence in enumerate(t.sequences):
         _sequence(where, f"sequences[{i}]", sequence)
+    _versions(where, t)
     for i, score in enumerate(t.scores):
         _finite(where, f"scores[{i}].value", (score.value,))
         if score.source not in t.reward_sources:
@@ -58,34 +61,53 @@ def _trajectory(t: ev.Trajectory) -> None:
         _span(where, f"scores[{i}].span", score.span, t)
 
 
+def _versions(where: str, t: ev.Trajectory) -> None:
+    """Staleness is judged by these two fields, so they must say what the tokens say."""
+    found = arrays.run_bounds(s.policy_versions for s in t.sequences)
+    stated = (t.min_policy_version, t.max_policy_version)
+    if found not in ((-1, -1), stated):
+        _refuse(
+            where,
+            "min_policy_version, max_policy_version",
+            f"say {stated[0]} to {stated[1]}, its tokens {found[0]} to {found[1]}",
+        )
+
+
 def _sequence(where: str, field: str, s: ev.Sequence) -> None:
-    lengths = (len(s.tokens) / 4, float(len(s.loss_mask)), len(s.logprobs) / 4)
-    if len(set(lengths)) > 1:
-        tokens, mask, logprobs = lengths
+    length = len(s.loss_mask)
+    if len(s.tokens) != 4 * length or len(s.logprobs) != 4 * length:
         _refuse(
             where,
             field,
-            f"arrays disagree in length: tokens {tokens:g}, loss_mask {mask:g}, "
-            f"logprobs {logprobs:g}",
+            f"arrays disagree in length: tokens {len(s.tokens) / 4:g}, loss_mask {length}, "
+            f"logprobs {len(s.logprobs) / 4:g}",
         )
-    if not lengths[0]:
+    if not length:
         _refuse(where, field, "has no tokens")
-    mask = arrays.mask(s.loss_mask)
-    if len(mask) and mask.max() > 1:
+    if s.loss_mask.translate(None, b"\x00\x01"):
         _refuse(where, f"{field}.loss_mask", "holds values other than 0 and 1")
-    written = int(mask.sum())
-    pairs = arrays.runs(s.policy_versions)
-    if int(pairs[:, 1].sum()) != written:
-        _refuse(
-            where,
-            f"{field}.policy_versions",
-            f"covers {int(pairs[:, 1].sum())} tokens, loss_mask marks {written}",
-        )
-    # one pass: the sum of float32 log-probs is finite exactly when each is, up to overflow
-    if not math.isfinite(float(arrays.floats(s.logprobs).sum())):
+    _runs(where, f"{field}.policy_versions", s)
+    if not arrays.all_finite(s.logprobs):
         _refuse(where, f"{field}.logprobs", "holds a value that is not finite")
     if not (s.temperature > 0 and math.isfinite(s.temperature)):
         _refuse(where, f"{field}.temperature", f"{s.temperature} is no positive number")
+    for i, turn in enumerate(s.turns):
+        if not 0 <= turn.start <= turn.end <= length:
+            _refuse(
+                where,
+                f"{field}.turns[{i}]",
+                f"[{turn.start}, {turn.end}) lies outside its {length} tokens",
+            )
+
+
+def _runs(where: str, field: str, s: ev.Sequence) -> None:
+    covered = 0
+    for _, count in arrays.run_pairs(s.policy_versions):
+        if count < 1:
+            _refuse(where, field, f"has a run of {count} tokens")
+        covered += count
+    if covered != (written := s.loss_mask.count(1)):
+        _refuse(where, field, f"covers {covered} tokens, loss_mask marks {written}")
 
 
 def _span(where: str, field: str, span: ev.Span | None, t: ev.Trajectory) -> None:
@@ -108,6 +130,8 @@ def _reward(r: ev.Reward) -> None:
     _finite(where, "value", (r.value,))
     if r.revision < 0:
         _refuse(where, "revision", f"{r.revision} is negative")
+    if r.span is not None and not (r.span.sequence >= 0 and 0 <= r.span.start < r.span.end):
+        _refuse(where, "span", f"[{r.span.start}, {r.span.end}) is no range of tokens")
 
 
 def _task(t: ev.Task) -> None:
