@@ -113,7 +113,7 @@ class Task(Event, frozen=True, kw_only=True):
     group_size: Int
     workflow: str
     reward_fn: str = ""
-    replaces: int = -1
+    replaces: Long = -1
     content: str
     produced_at: Long
 
