@@ -1,0 +1,121 @@
+"""How far ahead a run goes: staleness is bounded, and nothing that is filtered or late stalls it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import SmallRun
+
+from streamrft.schemas import codec
+from streamrft.schemas import events as ev
+from streamrft.streams.log import Partition, open_log
+
+ASYNC: dict[str, Any] = {
+    "deterministic": False,
+    "synchronizer": {"sync_style": "fully_async", "max_staleness": 2},
+}
+HALF = """
+from streamrft.streams.filters import FILTERS
+
+@FILTERS.register("every_other_group")
+class EveryOtherGroup:
+    def __call__(self, group):
+        return group if group.number % 2 else group.drop_all("even number")
+"""
+
+
+def steps_of(run: SmallRun) -> list[ev.TrainStep]:
+    return sorted(run.events("train_steps", ev.TrainStep), key=lambda s: s.step)
+
+
+def test_on_policy_pacing_trains_on_nothing_stale(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = SmallRun(tmp_path, tiny_model_dir)
+    run.finish()
+    run.check_whole()
+    assert [s.metrics["sample/staleness_max"] for s in steps_of(run)] == [0.0] * run.steps
+
+
+def test_asynchronous_pacing_keeps_its_bound_and_wastes_little(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    run = SmallRun(tmp_path, tiny_model_dir, ASYNC, steps=20, num_rows=200)
+    run.finish()
+    run.check_whole()
+    assert max(s.metrics["sample/staleness_max"] for s in steps_of(run)) <= 2
+    stale = [d for d in run.events("drops", ev.Drop) if d.reason == "stale"]
+    assert len(stale) < 0.05 * len(run.records("trajectories"))
+    # a bound that nothing ever used would prove nothing
+    assert max(s.metrics["sample/staleness_max"] for s in steps_of(run)) >= 1
+
+
+@pytest.mark.parametrize("pacing", [{}, ASYNC], ids=["on-policy", "fully-async"])
+def test_a_filter_that_drops_half_of_the_groups_stalls_nothing(
+    pacing: dict[str, Any], tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    over = pacing | {"streams": {"filters": [{"name": "every_other_group"}]}}
+    run = SmallRun(tmp_path, tiny_model_dir, over)
+    (run.folder / "plugins" / "half.py").write_text(HALF)
+    run.finish()
+    run.check_whole()
+    drops = [d for d in run.events("drops", ev.Drop) if d.reason == "filtered"]
+    assert len({d.group_id for d in drops}) >= run.steps * 4 * 0.8
+    assert {len(c.members) for c in run.cuts()} == {16}
+
+
+def test_the_last_short_batch_trains(tmp_path: Path, tiny_model_dir: Path) -> None:
+    over = {"buffer": {"total_steps": None, "total_epochs": 1}}
+    run = SmallRun(tmp_path, tiny_model_dir, over, steps=3, num_rows=10)
+    run.finish()
+    run.check_whole()
+    assert [len(c.members) for c in run.cuts()] == [16, 16, 8]
+
+
+def test_rewards_slower_than_the_window_do_not_halt_the_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    over = {
+        "rewards": {"human": {"weight": 1.0, "max_staleness": None}},
+        "synchronizer": {"reward_wait": 0.5, "max_open_groups": 100},
+    }
+    run = SmallRun(tmp_path, tiny_model_dir, over)
+    stop = threading.Event()
+    scorer = threading.Thread(target=score_every_other_group_late, args=(run, stop))
+    scorer.start()
+    try:
+        run.finish()
+    finally:
+        stop.set()
+        scorer.join(30)
+    late = [s for s in steps_of(run) if s.metrics["sample/staleness_max"] > 0]
+    assert late, "no group with a slow reward was trained"
+    assert len(run.cuts()) == run.steps
+
+
+def score_every_other_group_late(run: SmallRun, stop: threading.Event) -> None:
+    """An external reward producer: half of the groups at once, the others after 3 s."""
+    run.wait_for(lambda: bool(run.records("trajectories")), "trajectory")
+    log = open_log(f"sqlite:///{run.job / 'log.db'}")
+    producer, consumer = log.producer(), log.consumer()
+    topic = run.topics.name("trajectories")
+    consumer.assign({Partition(topic, p): 0 for p in range(run.topics.partitions("trajectories"))})
+    waiting: list[tuple[float, ev.Trajectory]] = []
+    while not stop.is_set():
+        for record in consumer.poll(500, 50):
+            found = codec.decode(record.value or b"", ev.Trajectory)
+            waiting.append((time.monotonic() + 3.0 * (found.number % 2), found))
+        due = [t for at, t in waiting if at <= time.monotonic()]
+        waiting = [(at, t) for at, t in waiting if at > time.monotonic()]
+        for t in due:
+            reward = ev.Reward(
+                event_id=f"human-{t.trajectory_id}",
+                trajectory_id=t.trajectory_id,
+                source="human",
+                value=1.0,
+            )
+            producer.send(run.topics.name("rewards"), codec.encode(reward), key=t.group_id.encode())
+        producer.flush()
+    log.close()
