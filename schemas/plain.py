@@ -92,7 +92,7 @@ def _pack(where: str, packed: Packed, values: Any) -> bytes:
         array = given.astype(packed.dtype)
     is_exact = array.dtype.kind == "f" or np.array_equal(array, given)
     if given.size and (given.dtype.kind not in "biuf" or not is_exact):
-        raise InvalidEvent(f"{where} holds values that do not fit {packed.dtype}", field=where)
+        raise InvalidEvent(f"{where} holds values that do not fit {array.dtype}", field=where)
     return array.tobytes()
 
 
