@@ -1,0 +1,115 @@
+"""The embedded log: one SQLite file that all processes of one machine share. See `log.Log`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..schemas.errors import ConfigError
+from .log import Lease, Limits, Partition, Position, Record, TopicInfo, TopicSpec
+from .sqlite_consumer import SqliteConsumer
+from .sqlite_producer import SqliteProducer
+from .sqlite_records import read_exact
+from .sqlite_roles import Roles
+from .sqlite_store import DEFAULT_BUSY_TIMEOUT_MS, Store
+from .sqlite_topics import TopicTable
+
+_SCHEME = "sqlite:///"
+_OPTIONS = {"busy_timeout_ms"}
+
+
+class SqliteLog:
+    """Topics, producers, consumers and leases in one file: WAL mode, synchronous FULL.
+
+    A process killed at any moment loses nothing acknowledged. Use from the thread that opened it.
+    """
+
+    def __init__(self, url: str, limits: Limits) -> None:
+        """Open `sqlite:///relative/log.db` or `sqlite:////absolute/log.db`, creating the folder.
+
+        Raises:
+            ConfigError: no path in the URL, or an unknown option.
+            LogError: the file is no streamrft log of this version.
+        """
+        path = url.removeprefix(_SCHEME)
+        if not path or path == url:
+            raise ConfigError(f"event_log: {url!r} names no file; write sqlite:///path/log.db")
+        unknown = sorted(set(limits.options) - _OPTIONS)
+        if unknown:
+            raise ConfigError(f"event_log options {unknown} mean nothing to sqlite: {_OPTIONS}")
+        busy_ms = int(limits.options.get("busy_timeout_ms", DEFAULT_BUSY_TIMEOUT_MS))
+        self._limits = limits
+        self._store = Store(Path(path), busy_ms)
+        self._topics = TopicTable(self._store)
+        self._roles = Roles(self._store)
+        self._consumers: weakref.WeakSet[SqliteConsumer] = weakref.WeakSet()
+
+    def ensure_topics(self, specs: Iterable[TopicSpec]) -> None:
+        """See `Log.ensure_topics`."""
+        self._topics.ensure(specs)
+
+    def describe(self, topics: Iterable[str] | None = None) -> dict[str, TopicInfo]:
+        """See `Log.describe`."""
+        return self._topics.describe(topics)
+
+    def delete_topic(self, topic: str) -> None:
+        """See `Log.delete_topic`."""
+        self._topics.delete(topic)
+
+    def producer(self, *, fence: Lease | None = None) -> SqliteProducer:
+        """See `Log.producer`."""
+        return SqliteProducer(
+            self._store, self._topics, self._roles, fence, self._limits.max_event_bytes
+        )
+
+    def consumer(self, *, group: str | None = None, member: str | None = None) -> SqliteConsumer:
+        """See `Log.consumer`."""
+        consumer = SqliteConsumer(
+            self._store, self._topics, group, member, self._limits.session_timeout_ms
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def read_at(self, positions: Sequence[Position]) -> list[Record]:
+        """See `Log.read_at`."""
+        return read_exact(self._store, self._topics, positions)
+
+    def end_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """See `Log.end_offsets`."""
+        ids = self._topics.ids(partitions)
+        bounds = self._topics.bounds(sorted({topic_id for topic_id, _ in ids}))
+        return {partition: bounds[place][1] for place, partition in ids.items()}
+
+    def offsets_at(
+        self, partitions: Iterable[Partition], timestamp_ms: int
+    ) -> dict[Partition, int]:
+        """See `Log.offsets_at`."""
+        found: dict[Partition, int] = {}
+        for place, partition in self._topics.ids(partitions).items():
+            rows = self._store.rows(
+                "select offset from records where topic_id=? and partition=? and timestamp_ms>=? "
+                "union all select next_offset from partitions where topic_id=? and partition=? "
+                "order by offset limit 1",
+                (*place, timestamp_ms, *place),
+            )
+            found[partition] = rows[0][0]
+        return found
+
+    def acquire(self, role: str, *, owner: str, ttl_ms: int, timeout_ms: int) -> Lease:
+        """See `Log.acquire`."""
+        return self._roles.acquire(role, owner=owner, ttl_ms=ttl_ms, timeout_ms=timeout_ms)
+
+    def renew(self, lease: Lease) -> None:
+        """See `Log.renew`."""
+        self._roles.renew(lease)
+
+    def release(self, lease: Lease) -> None:
+        """See `Log.release`."""
+        self._roles.release(lease)
+
+    def close(self) -> None:
+        """See `Log.close`. Groups are left at once, without callbacks."""
+        for consumer in list(self._consumers):
+            consumer.abandon()
+        self._store.close()
