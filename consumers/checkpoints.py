@@ -1,0 +1,277 @@
+"""Checkpoints: written in an order that a kill cannot break, and only taken when they are whole.
+
+Order of a save: weights, states and metadata; manifest.json with sizes and SHA-256 last; the folder
+gets its name. Announcing it on the log is the trainer's part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..schemas.errors import StreamrftError
+from ..streams import faults
+from .folders import MANIFEST, Folders, open_folders
+
+logger = logging.getLogger("streamrft")
+
+HF_FOLDER = "actor/huggingface"
+WEIGHTS = f"{HF_FOLDER}/model.safetensors"
+META = "trainer_meta.json"
+NUM_SERVED = 4
+_NAME = re.compile(r"global_step_(\d+)(?:\.epoch_(\d+))?\Z")
+
+
+class CheckpointFailed(StreamrftError):
+    """A checkpoint could not be written now; training may go on and try again later."""
+
+    retriable = True
+
+
+class CheckpointBroken(StreamrftError):
+    """A checkpoint is not whole: a file is missing, or has another size or SHA-256."""
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """manifest.json: what makes the folder whole. `rolling`: saved only to shorten a resume."""
+
+    kind: Literal["full", "weights"]
+    branch: str
+    step: int
+    epoch: int
+    files: dict[str, FileEntry]
+    digest: str
+    num_threads: int = 0
+    rolling: bool = False
+    versions: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint: `uri` its folder, `name` its name within `Folders`."""
+
+    uri: str
+    name: str
+    manifest: Manifest
+    manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint.
+
+    Args:
+        write_model: fills the Hugging Face folder and returns the SHA-256 of model.safetensors.
+        write_states: fills the folder `actor/` with what a resume needs; None for weights only.
+        meta: trainer_meta.json, plain JSON; None for weights only.
+    """
+
+    write_model: Callable[[Path], str]
+    write_states: Callable[[Path], None] | None = None
+    meta: Mapping[str, Any] | None = None
+
+
+class CheckpointStore:
+    """The checkpoints of one branch under `<uri>/` ("main") or `<uri>/<branch>/`."""
+
+    def __init__(self, uri: str, branch: str) -> None:
+        self.branch = branch
+        self.folders: Folders = open_folders(uri if branch == "main" else f"{uri}/{branch}")
+
+    def save(
+        self,
+        contents: Contents,
+        *,
+        step: int,
+        epoch: int,
+        num_threads: int = 0,
+        is_rolling: bool = False,
+        before_place: Callable[[], None] = lambda: None,
+    ) -> Saved:
+        """Write one checkpoint. `before_place` may raise, to keep the folder from its name.
+
+        An existing whole folder of the step is never replaced: with the same weights it gets the
+        states that it lacks, with others the new folder keeps its epoch in the name.
+
+        Raises:
+            CheckpointFailed: disk full, storage away; what was written is removed again.
+        """
+        name = f"global_step_{step}"
+        staged: Path | None = None
+        try:
+            staged = self.folders.stage(name, epoch)
+            digest = self._fill(staged, contents, step)
+            manifest = Manifest(
+                kind="weights" if contents.write_states is None else "full",
+                branch=self.branch,
+                step=step,
+                epoch=epoch,
+                files=_entries(staged, {WEIGHTS: digest}),
+                digest=digest,
+                num_threads=num_threads,
+                rolling=is_rolling,
+                versions=_versions(),
+            )
+            (staged / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            before_place()
+            saved = self._place(staged, name, manifest)
+            faults.reach("checkpoint.manifest_written", step)
+            self._write_latest(saved.manifest)
+            return saved
+        except _storage_errors() as error:
+            raise CheckpointFailed(f"{self.folders.uri}/{name} is not written: {error}") from error
+        finally:
+            if staged is not None:
+                shutil.rmtree(staged, ignore_errors=True)
+
+    def scan(self) -> list[Saved]:
+        """Whole-looking checkpoints, newest first: manifest readable, every file has its size."""
+        found = []
+        for name in self.folders.names():
+            if _NAME.match(name):
+                try:
+                    found.append(self.look(name))
+                except CheckpointBroken as error:
+                    logger.warning("%s is left aside: %s", name, error)
+        return sorted(found, key=lambda s: (s.manifest.step, s.manifest.epoch), reverse=True)
+
+    def look(self, name: str) -> Saved:
+        """One checkpoint by its folder name; sizes are compared, contents are not.
+
+        Raises:
+            CheckpointBroken: no manifest, an unreadable one, or a file of another size.
+        """
+        try:
+            text = self.folders.read(name, MANIFEST)
+            manifest = msgspec.json.decode(text, type=Manifest)
+            for path, entry in manifest.files.items():
+                if (size := self.folders.size(name, path)) != entry.size:
+                    raise CheckpointBroken(f"{path} has {size:,} bytes, not {entry.size:,}")
+        except FileNotFoundError as error:
+            raise CheckpointBroken(f"a file is missing ({error})") from error
+        except msgspec.DecodeError as error:
+            raise CheckpointBroken(f"{MANIFEST} cannot be read ({error})") from error
+        uri = f"{self.folders.uri}/{name}"
+        return Saved(uri, name, manifest, hashlib.sha256(text).hexdigest())
+
+    def fetch(self, saved: Saved, into: Path) -> Path:
+        """A local folder with all its files, every SHA-256 verified.
+
+        Raises:
+            CheckpointBroken: a file has other contents than the manifest says.
+        """
+        folder = self.folders.fetch(saved.name, saved.manifest.files, into)
+        for path, entry in saved.manifest.files.items():
+            if (found := _sha256(folder / path)) != entry.sha256:
+                raise CheckpointBroken(
+                    f"{saved.uri}/{path} has SHA-256 {found[:12]}, its manifest says "
+                    f"{entry.sha256[:12]}. Resume from an older checkpoint (resume_from)."
+                )
+        return folder
+
+    def retire(self, *, keep_full: int = 0) -> list[str]:
+        """Delete what nobody needs any more; returns the names.
+
+        Weights-only folders, and rolling full ones, go when `NUM_SERVED` newer steps are there
+        and a newer full one is; other full ones only beyond the newest `keep_full` (0: all stay).
+        """
+        found = self.scan()
+        full = [s for s in found if s.manifest.kind == "full"]
+        lasting = [s for s in full if not s.manifest.rolling]
+        gone = [s for s in found[NUM_SERVED:] if s not in lasting and s not in full[:1]]
+        if keep_full:
+            gone += [s for s in lasting[keep_full:] if s not in found[:NUM_SERVED]]
+        for saved in gone:
+            self.folders.remove(saved.name)
+        return [s.name for s in gone]
+
+    def remove_staged(self) -> None:
+        """Delete what dead trainers left half written; the caller holds the lease."""
+        for name in self.folders.remove_staged():
+            logger.info("removed %s/%s, which a dead trainer left half written", self.branch, name)
+
+    def _fill(self, staged: Path, contents: Contents, step: int) -> str:
+        digest = contents.write_model(_subfolder(staged, HF_FOLDER))
+        faults.reach("checkpoint.weights_written", step)
+        if contents.write_states is not None:
+            contents.write_states(_subfolder(staged, "actor"))
+            (staged / META).write_bytes(msgspec.json.encode(dict(contents.meta or {})))
+            faults.reach("checkpoint.state_written", step)
+        return digest
+
+    def _place(self, staged: Path, name: str, manifest: Manifest) -> Saved:
+        there = [s for s in self.scan() if s.manifest.step == manifest.step]
+        same = next((s for s in there if s.manifest.digest == manifest.digest), None)
+        if same is not None and manifest.kind == "weights":
+            return same
+        if same is not None and same.manifest.kind == "weights":
+            states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
+            self.folders.upgrade(staged, same.uri, states)
+            return self.look(same.name)
+        if not there and name in self.folders.names():
+            self.folders.remove(name)
+        uri = self.folders.place(staged, name, manifest.epoch)
+        return self.look(uri.rsplit("/", 1)[-1])
+
+    def _write_latest(self, manifest: Manifest) -> None:
+        self.folders.write_text("latest_state_dict_iteration.txt", str(manifest.step))
+        if manifest.kind == "full":
+            self.folders.write_text("latest_checkpointed_iteration.txt", str(manifest.step))
+
+
+def _subfolder(folder: Path, path: str) -> Path:
+    (folder / path).mkdir(parents=True, exist_ok=True)
+    return folder / path
+
+
+def _entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
+    entries = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        entries[name] = FileEntry(path.stat().st_size, known.get(name) or _sha256(path))
+    return entries
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    names = ("streamrft", "torch", "transformers", "safetensors")
+    found = {d: metadata.version(d) for d in names if _is_installed(d)}
+    return found | {"python": platform.python_version()}
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _storage_errors() -> tuple[type[Exception], ...]:
+    """What a full disk or a store that is away raises; safetensors has an error of its own."""
+    try:
+        from safetensors import SafetensorError
+    except ImportError:
+        return (OSError,)
+    return (OSError, SafetensorError)

@@ -1,0 +1,231 @@
+"""Where checkpoint folders lie: a local disk with atomic renames, or any fsspec URL without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+
+MANIFEST = "manifest.json"
+
+
+class Folders(Protocol):
+    """The folders of one branch. The manifest of a folder appears after everything else in it."""
+
+    uri: str
+
+    def stage(self, name: str, epoch: int) -> Path:
+        """A new, empty local folder to fill; what a dead process left under the name is removed."""
+        ...
+
+    def place(self, staged: Path, name: str, epoch: int) -> str:
+        """Make the filled folder appear durably; returns its URI, the name `name` when free."""
+        ...
+
+    def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
+        """Move `files`, then the manifest, into the folder at `uri`; the rest of it stays."""
+        ...
+
+    def names(self) -> list[str]:
+        """Folders here; empty when nothing was ever saved."""
+        ...
+
+    def read(self, name: str, path: str) -> bytes:
+        """One file of a folder. Raises FileNotFoundError."""
+        ...
+
+    def size(self, name: str, path: str) -> int:
+        """Size of one file. Raises FileNotFoundError."""
+        ...
+
+    def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
+        """A local folder that holds these files: the folder itself, or copies under `into`."""
+        ...
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a small file beside the folders atomically."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a folder, manifest first, so that nobody takes the rest for whole."""
+        ...
+
+    def remove_staged(self) -> list[str]:
+        """Delete the working folders that dead processes left; returns their names."""
+        ...
+
+
+def open_folders(uri: str) -> Folders:
+    """Local paths and file:// give LocalFolders, every other scheme goes through fsspec."""
+    if uri.startswith("file://"):
+        return LocalFolders(Path(uri.removeprefix("file://")))
+    return RemoteFolders(uri) if "://" in uri else LocalFolders(Path(uri))
+
+
+class LocalFolders:
+    """Folders on a disk: filled under a working name, synced, then renamed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.uri = root, str(root)
+
+    def stage(self, name: str, epoch: int) -> Path:
+        """`<name>.epoch_<epoch>.tmp` beside the folders, on the same disk."""
+        staged = self.root / f"{name}.epoch_{epoch}.tmp"
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        return staged
+
+    def place(self, staged: Path, name: str, epoch: int) -> str:
+        """Rename; a folder that is there already is never replaced, the new one keeps its epoch."""
+        _sync_tree(staged)
+        target = self.root / name
+        try:
+            os.rename(staged, target)
+        except OSError:
+            if not target.exists():
+                raise
+            target = self.root / f"{name}.epoch_{epoch}"
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(staged, target)
+        _sync(self.root)
+        return str(target)
+
+    def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
+        """One rename a file; the folder is whole before and after each."""
+        _sync_tree(staged)
+        for path in [*files, MANIFEST]:
+            target = Path(uri) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staged / path, target)
+            _sync(target.parent)
+
+    def names(self) -> list[str]:
+        """Folders here, working folders left out."""
+        if not self.root.is_dir():
+            return []
+        return sorted(p.name for p in self.root.iterdir() if p.is_dir() and p.suffix != ".tmp")
+
+    def read(self, name: str, path: str) -> bytes:
+        """One file."""
+        return (self.root / name / path).read_bytes()
+
+    def size(self, name: str, path: str) -> int:
+        """Its size."""
+        return (self.root / name / path).stat().st_size
+
+    def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
+        """The folder itself."""
+        return self.root / name
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write beside, sync, rename."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        beside = self.root / f".{name}.new"
+        with beside.open("w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, self.root / name)
+        _sync(self.root)
+
+    def remove(self, name: str) -> None:
+        """Manifest first."""
+        (self.root / name / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(self.root / name)
+
+    def remove_staged(self) -> list[str]:
+        """Whatever ends in .tmp: the caller holds the lease, so no living process fills it."""
+        left = sorted(self.root.glob("*.tmp")) if self.root.is_dir() else []
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [folder.name for folder in left]
+
+
+class RemoteFolders:
+    """Folders on an object store: no rename, so they keep the epoch; the manifest goes up last."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self.uri)
+
+    def stage(self, name: str, epoch: int) -> Path:
+        """A folder in the system's temporary directory."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}.epoch_{epoch}."))
+
+    def place(self, staged: Path, name: str, epoch: int) -> str:
+        """Upload as `<name>.epoch_<epoch>`."""
+        uri = f"{self.uri}/{name}.epoch_{epoch}"
+        self.upgrade(staged, uri, _files(staged))
+        return uri
+
+    def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
+        """Upload `files`, then the manifest."""
+        for path in [*files, MANIFEST]:
+            self._fs.put_file(str(staged / path), f"{self._fs._strip_protocol(uri)}/{path}")
+
+    def names(self) -> list[str]:
+        """Folders here."""
+        self._fs.invalidate_cache()
+        if not self._fs.exists(self._root):
+            return []
+        found = self._fs.ls(self._root, detail=True)
+        return sorted(e["name"].rsplit("/", 1)[-1] for e in found if e["type"] == "directory")
+
+    def read(self, name: str, path: str) -> bytes:
+        """One object."""
+        return self._fs.cat_file(f"{self._root}/{name}/{path}")
+
+    def size(self, name: str, path: str) -> int:
+        """Its size."""
+        return int(self._fs.size(f"{self._root}/{name}/{path}"))
+
+    def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
+        """Copies under `into/<name>`."""
+        for path in paths:
+            target = into / name / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(f"{self._root}/{name}/{path}", str(target))
+        return into / name
+
+    def write_text(self, name: str, text: str) -> None:
+        """One object: replaced atomically by the store."""
+        self._fs.pipe_file(f"{self._root}/{name}", text.encode())
+
+    def remove(self, name: str) -> None:
+        """Manifest first."""
+        manifest = f"{self._root}/{name}/{MANIFEST}"
+        if self._fs.exists(manifest):
+            self._fs.rm_file(manifest)
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def remove_staged(self) -> list[str]:
+        """Folders without a manifest: the caller holds the lease, so nobody fills them."""
+        left = [n for n in self.names() if not self._fs.exists(f"{self._root}/{n}/{MANIFEST}")]
+        left = [n for n in left if n.startswith("global_step_")]
+        for name in left:
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+        return left
+
+
+def _files(folder: Path) -> list[str]:
+    paths = (p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())
+    return [p for p in paths if p != MANIFEST]
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
