@@ -262,6 +262,10 @@ class Log(Protocol):
         """Give it up now. No error when it was taken already."""
         ...
 
+    def reopen(self) -> Log:
+        """Another connection to the same log, to be closed by itself; for another thread."""
+        ...
+
     def close(self) -> None:
         """Release connections. Open transactions are aborted."""
         ...

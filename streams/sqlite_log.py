@@ -39,7 +39,7 @@ class SqliteLog:
         if unknown:
             raise ConfigError(f"event_log options {unknown} mean nothing to sqlite: {_OPTIONS}")
         busy_ms = int(limits.options.get("busy_timeout_ms", DEFAULT_BUSY_TIMEOUT_MS))
-        self._limits = limits
+        self._url, self._limits = url, limits
         self._store = Store(Path(path), busy_ms)
         self._topics = TopicTable(self._store)
         self._roles = Roles(self._store)
@@ -107,6 +107,10 @@ class SqliteLog:
     def release(self, lease: Lease) -> None:
         """See `Log.release`."""
         self._roles.release(lease)
+
+    def reopen(self) -> SqliteLog:
+        """See `Log.reopen`."""
+        return SqliteLog(self._url, self._limits)
 
     def close(self) -> None:
         """See `Log.close`. Groups are left at once, without callbacks."""
