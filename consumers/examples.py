@@ -76,6 +76,7 @@ def examples_from_experience(experience: Experience, trajectory: Trajectory) -> 
     """The experience with the tokens of its trajectory; a filter's loss mask replaces the recorded.
 
     Args:
+        experience: from the log.
         trajectory: the decoded record, its claim resolved, so that sequences are there.
 
     Raises:

@@ -1,0 +1,143 @@
+"""The sequences of one step as flat arrays, and how they are cut into micro-batches.
+
+A micro-batch holds whole sequences of similar length, one a row, padded on the right. Causal
+attention never looks right, so no mask is needed; with scaled dot-product attention that beat
+rows of packed sequences, whose block mask is dense, by 1.05 to 1.7 (14 tokens a sequence) and
+by 1.2 to 3.6 (50 to 600). S sequences, N trained tokens, R rows of width W, n trained in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .examples import TrainingSequence
+
+Indices = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+# padding that a micro-batch may hold: about what the start of another one costs on a CPU
+MAX_PADDING = 256
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """All sequences of one step end to end.
+
+    Args:
+        tokens: int64, the tokens of all sequences.
+        starts: int64 [S], first token of each sequence; `lengths`: int64 [S].
+        trained: int64 [N], places in `tokens` that are trained on, rising.
+        trained_starts: int64 [S + 1], where each sequence's part of `trained` begins.
+        old_logprobs: float32 [N], of the behaviour policy.
+        temperatures: float32 [S].
+    """
+
+    tokens: Indices
+    starts: Indices
+    lengths: Indices
+    trained: Indices
+    trained_starts: Indices
+    old_logprobs: Floats
+    temperatures: Floats
+
+    @property
+    def num_trained(self) -> Indices:
+        """Trained tokens of each sequence, [S]."""
+        return np.diff(self.trained_starts)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass takes.
+
+    Args:
+        input_ids: int64 [R, W], padded with 0 on the right.
+        predictors: int64 [n], places in the flattened rows whose output predicts a trained token.
+        targets: int64 [n], the tokens predicted there.
+        sequence: int64 [n], row of each.
+        trained: int64 [n], the place of each in the batch's N trained tokens.
+        temperatures: float32 [n], or None where all are 1.
+    """
+
+    input_ids: Indices
+    predictors: Indices
+    targets: Indices
+    sequence: Indices
+    trained: Indices
+    temperatures: Floats | None
+
+
+def flatten(sequences: Sequence[TrainingSequence]) -> FlatBatch:
+    """Lay the sequences end to end. The first token of a sequence is predicted by nothing."""
+    lengths = np.fromiter((len(s.tokens) for s in sequences), np.int64, len(sequences))
+    starts = np.cumsum(lengths) - lengths
+    mask = _join([s.loss_mask for s in sequences], np.uint8)
+    mask[starts] = 0
+    trained = np.flatnonzero(mask)
+    trained_starts = np.searchsorted(trained, np.append(starts, len(mask)))
+    temperatures = (s.temperature for s in sequences)
+    return FlatBatch(
+        tokens=_join([s.tokens for s in sequences], np.int64),
+        starts=starts,
+        lengths=lengths,
+        trained=trained,
+        trained_starts=trained_starts,
+        old_logprobs=_join([s.logprobs for s in sequences], np.float32)[trained],
+        temperatures=np.fromiter(temperatures, np.float32, len(sequences)),
+    )
+
+
+def plan(lengths: Indices, budget: int, *, max_padding: int = MAX_PADDING) -> list[Indices]:
+    """Which sequences share a micro-batch: indices into `lengths`, longest first.
+
+    Sequences are taken by falling length (ties in the order given), so the plan is a function
+    of the lengths alone. A micro-batch is closed when rows times width would pass `budget`, or
+    its padding would pass `max_padding`. One sequence over the budget stands alone.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    cuts: list[int] = []
+    width = rows = padding = 0
+    for i, length in enumerate(lengths[order].tolist()):
+        padding += width - length
+        if not rows or (rows + 1) * width > budget or padding > max_padding:
+            cuts.append(i)
+            width, rows, padding = length, 0, 0
+        rows += 1
+    return np.split(order, cuts[1:]) if cuts else []
+
+
+def assemble(batch: FlatBatch, rows: Indices) -> MicroBatch:
+    """The micro-batch of the sequences `rows`, in that order."""
+    lengths, starts = batch.lengths[rows], batch.starts[rows]
+    columns = np.arange(int(lengths.max()))
+    is_real = columns < lengths[:, None]
+    input_ids = batch.tokens[np.where(is_real, starts[:, None] + columns, 0)]
+    input_ids[~is_real] = 0
+    counts = batch.num_trained[rows]
+    sequence = np.repeat(np.arange(len(rows)), counts)
+    trained = _ranges(batch.trained_starts[rows], counts)
+    places = batch.trained[trained]
+    temperatures = batch.temperatures[rows][sequence]
+    return MicroBatch(
+        input_ids=input_ids,
+        predictors=sequence * len(columns) + places - starts[sequence] - 1,
+        targets=batch.tokens[places],
+        sequence=sequence,
+        trained=trained,
+        temperatures=None if (temperatures == 1).all() else temperatures,
+    )
+
+
+def _ranges(starts: Indices, counts: Indices) -> Indices:
+    """Concatenation of arange(start, start + count) for every pair."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+
+
+def _join(parts: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(0, dtype)
