@@ -68,6 +68,16 @@ class Fenced(LogError):
     """A successor holds this role or partition: the caller must stop and write nothing."""
 
 
+class StorageUnavailable(StreamrftError):
+    """An object beside the log cannot be read or written now; the message names its URI."""
+
+    retriable = True
+
+
+class StorageCorrupt(StreamrftError):
+    """An object's bytes are not those that an event vouches for."""
+
+
 class Timeout(StreamrftError, TimeoutError):
     """A wait reached its deadline; `blocker` names what it waited for."""
 

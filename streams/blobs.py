@@ -1,0 +1,146 @@
+"""Bytes beside the log: files by URI (path, file://, s3://, memory://) and claim checks.
+
+Source: "Claim Check", Hohpe and Woolf, Enterprise Integration Patterns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fsspec.core import url_to_fs
+
+from ..schemas import codec
+from ..schemas.errors import ConfigError, MissingExtra, StorageCorrupt, StorageUnavailable
+from ..schemas.events import Claim, Trajectory
+
+_CHUNK_BYTES = 2**20
+
+
+def open_storage(uri: str) -> tuple[Any, str]:
+    """The fsspec file system of a URI and the path on it.
+
+    Raises:
+        MissingExtra: its package is not installed. ConfigError: no such scheme.
+    """
+    try:
+        return url_to_fs(uri)
+    except ImportError as error:
+        raise MissingExtra(f"the storage of {uri}", "s3") from error
+    except ValueError as error:
+        raise ConfigError(f"{uri}: {error}") from error
+
+
+def join_uri(uri: str, *parts: str) -> str:
+    """A URI further down, without doubled slashes."""
+    return "/".join([uri.rstrip("/"), *parts])
+
+
+def write_bytes(uri: str, content: bytes) -> None:
+    """Write an object whole and durably; its folder is made. Readers never see half of it.
+
+    Raises:
+        StorageUnavailable: the storage refused; nothing readable was left behind.
+    """
+    fs, path = open_storage(uri)
+    try:
+        if _is_local(fs):
+            _replace(Path(path), content)
+        else:
+            fs.pipe_file(path, content)
+    except OSError as error:
+        raise StorageUnavailable(f"{uri}: cannot be written ({error})") from error
+
+
+def read_bytes(uri: str) -> bytes:
+    """An object's bytes.
+
+    Raises:
+        StorageUnavailable: missing or not readable now.
+    """
+    fs, path = open_storage(uri)
+    try:
+        return fs.cat_file(path)
+    except OSError as error:
+        raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
+
+
+def sha256_file(uri: str) -> str:
+    """SHA-256 of an object, in hexadecimal, read in pieces.
+
+    Raises:
+        StorageUnavailable: missing or not readable now.
+    """
+    fs, path = open_storage(uri)
+    digest = hashlib.sha256()
+    try:
+        with fs.open(path, "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
+    return digest.hexdigest()
+
+
+def put_claim(storage_uri: str, trajectory: Trajectory) -> Trajectory:
+    """Store a trajectory under `<storage_uri>/claims/<sha256>`; what is left of it for the log.
+
+    Idempotent: the same trajectory is the same object.
+
+    Raises:
+        StorageUnavailable: try again; the trajectory is not stored.
+    """
+    content = codec.encode(trajectory)
+    digest = hashlib.sha256(content).hexdigest()
+    uri = join_uri(storage_uri, "claims", digest)
+    write_bytes(uri, content)
+    claim = Claim(uri=uri, sha256=digest, size_bytes=len(content))
+    return msgspec.structs.replace(trajectory, sequences=[], claim=claim)
+
+
+def resolve(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with its sequences, fetched when they were stored beside the log.
+
+    Raises:
+        StorageUnavailable: the object cannot be read now.
+        StorageCorrupt: its bytes are not those of the claim.
+    """
+    claim = trajectory.claim
+    if claim is None:
+        return trajectory
+    content = read_bytes(claim.uri)
+    found = hashlib.sha256(content).hexdigest()
+    if found != claim.sha256:
+        raise StorageCorrupt(
+            f"{claim.uri}: {len(content):,} bytes with SHA-256 {found}; the claim of "
+            f"{trajectory.trajectory_id} says {claim.size_bytes:,} bytes with {claim.sha256}. "
+            "Restore the object from a copy."
+        )
+    stored = codec.decode(content, Trajectory)
+    return msgspec.structs.replace(trajectory, sequences=stored.sequences, claim=None)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)

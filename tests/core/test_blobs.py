@@ -1,0 +1,118 @@
+import hashlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrft.schemas import arrays, codec
+from streamrft.schemas.errors import (
+    ConfigError,
+    MissingExtra,
+    StorageCorrupt,
+    StorageUnavailable,
+)
+from streamrft.schemas.events import Sequence, Trajectory, Turn
+from streamrft.streams import blobs
+
+
+def long_trajectory(num_tokens: int = 5_000) -> Trajectory:
+    sequence = Sequence(
+        tokens=arrays.pack_ints(np.arange(num_tokens)),
+        loss_mask=arrays.pack_mask(np.ones(num_tokens)),
+        logprobs=arrays.pack_floats(np.zeros(num_tokens)),
+        policy_versions=arrays.pack_runs([3] * num_tokens),
+        turns=[Turn(role="assistant", start=0, end=num_tokens, text="forty-two")],
+    )
+    return Trajectory(
+        trajectory_id="g.0:0:a",
+        group_id="g.0",
+        slot=0,
+        attempt="a",
+        producer="explorer-0",
+        branch="main",
+        min_policy_version=3,
+        max_policy_version=3,
+        group_size=1,
+        sequences=[sequence],
+        finish_reason="stop",
+        reward_sources={"accuracy": 1.0},
+        produced_at=1,
+    )
+
+
+def test_claim_leaves_a_small_event_and_resolves_to_the_whole_trajectory(tmp_path):
+    whole = long_trajectory()
+    left = blobs.put_claim(str(tmp_path), whole)
+    assert len(codec.encode(left)) < 1_000
+    assert left.claim is not None
+    assert left.claim.uri == f"{tmp_path}/claims/{left.claim.sha256}"
+    assert left.claim.size_bytes == len(blobs.read_bytes(left.claim.uri))
+    assert blobs.resolve(codec.decode(codec.encode(left), Trajectory)) == whole
+
+
+def test_claim_of_the_same_trajectory_is_the_same_object(tmp_path):
+    first = blobs.put_claim(str(tmp_path), long_trajectory())
+    assert blobs.put_claim(str(tmp_path), long_trajectory()) == first
+    assert len(list((tmp_path / "claims").iterdir())) == 1
+
+
+def test_trajectory_without_claim_resolves_to_itself():
+    whole = long_trajectory(4)
+    assert blobs.resolve(whole) is whole
+
+
+def test_altered_object_is_refused_by_its_digest(tmp_path):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+    assert left.claim is not None
+    blobs.write_bytes(left.claim.uri, b"other bytes")
+    with pytest.raises(StorageCorrupt, match=r"g\.0:0:a says .* bytes with " + left.claim.sha256):
+        blobs.resolve(left)
+
+
+def test_missing_object_is_retriable_and_names_its_uri(tmp_path):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+    assert left.claim is not None
+    (tmp_path / "claims" / left.claim.sha256).unlink()
+    with pytest.raises(StorageUnavailable, match=left.claim.sha256) as caught:
+        blobs.resolve(left)
+    assert caught.value.retriable
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_written_bytes_are_read_back_and_hashed(tmp_path, scheme):
+    uri = f"{scheme}{tmp_path}/deep/er/object"
+    blobs.write_bytes(uri, b"first")
+    blobs.write_bytes(uri, b"second")
+    assert blobs.read_bytes(uri) == b"second"
+    assert blobs.sha256_file(uri) == hashlib.sha256(b"second").hexdigest()
+
+
+def test_writing_leaves_no_partial_file(tmp_path):
+    blobs.write_bytes(f"{tmp_path}/object", b"bytes")
+    assert [path.name for path in tmp_path.iterdir()] == ["object"]
+
+
+def test_writing_below_a_file_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageUnavailable, match="file/object"):
+        blobs.write_bytes(f"{tmp_path}/file/object", b"bytes")
+
+
+def test_unknown_scheme_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="gopher"):
+        blobs.write_bytes("gopher://host/object", b"")
+
+
+def test_missing_s3_package_names_the_extra(monkeypatch):
+    def refuse(uri: str):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(blobs, "url_to_fs", refuse)
+    with pytest.raises(MissingExtra, match=r"streamrft\[s3\]"):
+        blobs.read_bytes("s3://bucket/object")
+
+
+def test_claim_survives_a_change_of_other_fields(tmp_path):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+    moved = msgspec.structs.replace(left, branch="main.3")
+    assert blobs.resolve(moved).branch == "main.3"
