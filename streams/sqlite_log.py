@@ -14,9 +14,10 @@ from .sqlite_records import read_exact
 from .sqlite_roles import Roles
 from .sqlite_store import DEFAULT_BUSY_TIMEOUT_MS, Store
 from .sqlite_topics import TopicTable
+from .sqlite_upkeep import DEFAULT_TOMBSTONE_MS, Upkeep
 
 _SCHEME = "sqlite:///"
-_OPTIONS = {"busy_timeout_ms"}
+_OPTIONS = {"busy_timeout_ms": DEFAULT_BUSY_TIMEOUT_MS, "tombstone_ms": DEFAULT_TOMBSTONE_MS}
 
 
 class SqliteLog:
@@ -35,14 +36,12 @@ class SqliteLog:
         path = url.removeprefix(_SCHEME)
         if not path or path == url:
             raise ConfigError(f"event_log: {url!r} names no file; write sqlite:///path/log.db")
-        unknown = sorted(set(limits.options) - _OPTIONS)
-        if unknown:
-            raise ConfigError(f"event_log options {unknown} mean nothing to sqlite: {_OPTIONS}")
-        busy_ms = int(limits.options.get("busy_timeout_ms", DEFAULT_BUSY_TIMEOUT_MS))
+        options = _options(limits)
         self._url, self._limits = url, limits
-        self._store = Store(Path(path), busy_ms)
+        self._store = Store(Path(path), options["busy_timeout_ms"])
         self._topics = TopicTable(self._store)
         self._roles = Roles(self._store)
+        self._upkeep = Upkeep(self._store, options["tombstone_ms"])
         self._consumers: weakref.WeakSet[SqliteConsumer] = weakref.WeakSet()
 
     def ensure_topics(self, specs: Iterable[TopicSpec]) -> None:
@@ -60,7 +59,12 @@ class SqliteLog:
     def producer(self, *, fence: Lease | None = None) -> SqliteProducer:
         """See `Log.producer`."""
         return SqliteProducer(
-            self._store, self._topics, self._roles, fence, self._limits.max_event_bytes
+            self._store,
+            self._topics,
+            self._roles,
+            self._upkeep,
+            fence,
+            self._limits.max_event_bytes,
         )
 
     def consumer(self, *, group: str | None = None, member: str | None = None) -> SqliteConsumer:
@@ -117,3 +121,13 @@ class SqliteLog:
         for consumer in list(self._consumers):
             consumer.abandon()
         self._store.close()
+
+
+def _options(limits: Limits) -> dict[str, int]:
+    unknown = sorted(set(limits.options) - set(_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            f"event_log options: {', '.join(unknown)} mean nothing to sqlite:///; known are "
+            f"{', '.join(_OPTIONS)}"
+        )
+    return {name: int(limits.options.get(name, usual)) for name, usual in _OPTIONS.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from .sqlite_consumer import SqliteConsumer
 from .sqlite_roles import Roles
 from .sqlite_store import Store
 from .sqlite_topics import Topic, TopicTable
+from .sqlite_upkeep import Upkeep
 
 _encode_headers = msgspec.msgpack.Encoder().encode
 
@@ -33,10 +35,12 @@ class SqliteProducer:
         store: Store,
         topics: TopicTable,
         roles: Roles,
+        upkeep: Upkeep,
         fence: Lease | None,
         max_event_bytes: int,
     ) -> None:
-        self._store, self._topics, self._roles, self._fence = store, topics, roles, fence
+        self._store, self._topics, self._roles = store, topics, roles
+        self._upkeep, self._fence = upkeep, fence
         self._max_event_bytes = max_event_bytes
         self._pending: list[tuple] = []
         self._commits: list[tuple[SqliteConsumer, dict[Partition, int]]] = []
@@ -126,7 +130,11 @@ class SqliteProducer:
                 self._roles.check(db, self._fence)
             for consumer, positions in self._commits:
                 consumer.write_positions(db, positions)
-            return self._append(db)
+            positions = self._append(db)
+        kept = Counter(topic for topic, *_ in self._pending if topic.is_kept_up)
+        if kept:
+            self._upkeep.after_append(kept)
+        return positions
 
     def _append(self, db: sqlite3.Connection) -> list[Position]:
         ends: dict[tuple[int, int], int] = {}

@@ -12,12 +12,17 @@ from .sqlite_store import Store
 _DELETE_BATCH = 5_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Topic:
     """A topic as a row of the file. `topic_id` is never used again, also after a removal."""
 
     topic_id: int
     spec: TopicSpec
+
+    @property
+    def is_kept_up(self) -> bool:
+        """Whether records leave it by themselves."""
+        return self.spec.retention_ms is not None or self.spec.cleanup == "compact"
 
 
 class TopicTable:
