@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..schemas.errors import ConfigError
 from ..schemas.events import is_id
-from .row_files import Row, Rows, open_rows, to_json
+from ..streams.rows import Row, Rows, open_rows, to_json
 from .settings import TasksetSettings
 
 

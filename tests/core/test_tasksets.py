@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from streamrft.producers.row_files import open_rows, to_json
 from streamrft.producers.settings import TasksetSettings
 from streamrft.producers.tasksets import RowRef, Tasksets, messages_of, truth_of
 from streamrft.schemas.errors import ConfigError, MissingExtra
+from streamrft.streams.rows import open_rows, to_json
 
 ROWS = [{"question": f"q{i}", "answer": f"so\n#### {i}"} for i in range(5)]
 

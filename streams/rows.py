@@ -1,4 +1,4 @@
-"""Rows of a taskset, whatever holds them: JSONL, JSON, Parquet, a folder, or a hub data set."""
+"""Rows of a file, whatever holds them: JSONL, JSON, Parquet, a folder, or a hub data set."""
 
 from __future__ import annotations
 
