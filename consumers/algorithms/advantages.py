@@ -93,9 +93,10 @@ def rloo() -> AdvantageFn:
 
     def advantage(example: TrainingExample) -> float:
         rewards = group_rewards(example)
+        mean, _ = _mean_std(rewards)
         if len(rewards) == 1:
             return example.reward
-        return (example.reward - sum(rewards) / len(rewards)) * len(rewards) / (len(rewards) - 1)
+        return (example.reward - mean) * len(rewards) / (len(rewards) - 1)
 
     return lambda examples: [advantage(e) for e in examples]
 
@@ -151,9 +152,14 @@ def _returns(rewards: npt.NDArray[np.float64], gamma: float) -> npt.NDArray[np.f
 
 
 def _mean_std(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and unbiased std; (0, 1) of a single one, so that it keeps its value."""
+    """Mean and unbiased std; (0, 1) of a single one, so that it keeps its value.
+
+    Equal rewards give exactly their value and 0, so that no rounding passes for a signal.
+    """
     if len(rewards) == 1:
         return 0.0, 1.0
+    if min(rewards) == max(rewards):
+        return rewards[0], 0.0
     return float(np.mean(rewards)), float(np.std(rewards, ddof=1))
 
 
