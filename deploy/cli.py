@@ -1,0 +1,150 @@
+"""The command line: parse first, import what a command needs after.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from .. import __version__
+from ..schemas.errors import ConfigError, StreamrftError
+
+USAGE_ERROR = 2
+_ROLES = {
+    "schedule": "publish tasks, as far ahead of training as the configuration allows",
+    "explore": "roll tasks out and publish trajectories",
+    "join": "join trajectories with their rewards into experiences",
+    "train": "train on experiences and publish checkpoints",
+}
+_EPILOG = """\
+A run is what its configuration file says it is: give every command the same --config.
+
+  streamrft run --config gsm8k.yaml            everything on this machine, to the end
+  streamrft status --config gsm8k.yaml         where every trajectory is; exits 1 if one is lost
+  streamrft tail rewards --config gsm8k.yaml   events as JSON lines
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    try:
+        return _handler(args.handler)(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader of a pipe left, as `head` does; nothing may be written to it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except StreamrftError as error:
+        if args.debug:
+            raise
+        print(f"streamrft {args.command}: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
+
+
+def _handler(name: str) -> Callable[[argparse.Namespace], int]:
+    module, _, function = name.partition(":")
+    return getattr(import_module(f".{module}", __package__), function)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamrft",
+        description="Reinforcement fine-tuning of language models as a stream of events.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamrft {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _add_run(commands)
+    for name, what in _ROLES.items():
+        role = _add(commands, name, what, "roles:role_command")
+        _add_plugins(role)
+        role.add_argument(
+            "--name", help="process name, unique in the run (default: %(prog)s-<pid>)"
+        )
+    _add_status(commands)
+    explain = _add(
+        commands, "explain", "tell the whole path of one id from the log", "explain:command"
+    )
+    explain.add_argument(
+        "id", metavar="ID", help="a trajectory, a group, a reward's event_id or global_step_N"
+    )
+    _add_tail(commands)
+    produce = _add(commands, "produce", "append JSON lines to a topic", "lines:produce_command")
+    produce.add_argument("topic", metavar="TOPIC", help="such as rewards")
+    produce.add_argument("--file", default="-", help="JSON lines; - (default) is standard input")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    what: str,
+    handler: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    parser.set_defaults(handler=handler)
+    parser.add_argument("-c", "--config", required=True, help="the run's YAML file")
+    parser.add_argument("--stage", help="a stage of the run (default: the one it is in)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _add_plugins(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plugin-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="import every .py file in it, to register workflows, rewards and filters; repeatable",
+    )
+
+
+def _add_run(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    run = _add(commands, "run", "start every role here and train to the end", "run:run_command")
+    _add_plugins(run)
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would run, every value, and start nothing",
+    )
+    run.add_argument("--plain", action="store_true", help="one line a step, no live display")
+
+
+def _add_status(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    what = "count every trajectory by its final state; exit 1 when the ledger does not balance"
+    status = _add(commands, "status", what, "status:command")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.add_argument("--full", action="store_true", help="count anew from the first record")
+
+
+def _add_tail(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    tail = _add(commands, "tail", "print the events of a topic", "lines:tail_command")
+    tail.add_argument("topic", metavar="TOPIC", help="such as trajectories or drops")
+    tail.add_argument("--json", action="store_true", help="whole events as JSON lines")
+    tail.add_argument(
+        "--from", dest="start", type=int, metavar="OFFSET", help="first offset of every partition"
+    )
+    tail.add_argument("-n", type=int, metavar="N", help="last N events (default 10)")
+    tail.add_argument("-f", "--follow", action="store_true", help="go on as events come")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
