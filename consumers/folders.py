@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-import fsspec
+from ..streams.blobs import open_storage
 
 MANIFEST = "manifest.json"
 
@@ -151,7 +151,7 @@ class RemoteFolders:
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
-        self._fs, self._root = fsspec.core.url_to_fs(self.uri)
+        self._fs, self._root = open_storage(self.uri)
 
     def stage(self, name: str, epoch: int) -> Path:
         """A folder in the system's temporary directory."""

@@ -53,13 +53,17 @@ class GroupAssembly:
         num_partitions: int,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        """`position`: what `position()` of an earlier one returned, JSON round trip included."""
+        """`position`: what `position()` of an earlier one returned, JSON round trip included.
+
+        `released` collects the places of members that wait no more, for the caller to empty.
+        """
         self.rules, self.lineage, self.branch = rules, lineage, branch
         saved = position or {"experiences": {}, "closed": None, "gone": []}
         offsets: Mapping[str, Any] = saved["experiences"]
         self.offsets = {p: _final_offsets(offsets.get(str(p))) for p in range(num_partitions)}
         self.closed = ClosedGroups(saved["closed"])
         self.num_ignored = 0
+        self.released: list[tuple[int, int]] = []
         self._groups: dict[str, _Group] = {}
         self._unjudged: list[Member] = []
         self._judged_at = -1
@@ -107,15 +111,6 @@ class GroupAssembly:
             self._close_if_dead(group)
         return True
 
-    def on_invalid(self, e: Experience, partition: int, offset: int, drop: Drop) -> bool:
-        """Take an experience that cannot be trained on, `drop` saying why; False when known."""
-        if not self.on_experience(e, partition, offset):
-            return False
-        group = self._groups[e.group_id]
-        self._lose(group, e.trajectory_id, drop)
-        self._close_if_dead(group)
-        return True
-
     def on_drop(self, drop: Drop) -> None:
         """Take one record of `drops`: a dead group, or what a trainer dropped on this lineage."""
         group = self._open_group(drop.group_id, drop.number)
@@ -148,6 +143,29 @@ class GroupAssembly:
             self._close_if_dead(group)
         return drops
 
+    def drop(
+        self,
+        m: Member,
+        reason: Literal["stale", "off_lineage", "invalid"],
+        detail: str,
+        steps_done: int,
+        now_ms: int,
+    ) -> Drop:
+        """The trainer's drop of a member as an event; give it to `on_drop` to apply it."""
+        return Drop(
+            trajectory_id=m.trajectory_id,
+            group_id=m.group_id,
+            slot=m.slot,
+            number=m.number,
+            reason=reason,
+            detail=detail,
+            where="trainer",
+            branch=self.branch,
+            step=steps_done,
+            group_experiences=m.group_experiences,
+            produced_at=now_ms,
+        )
+
     def select(self) -> list[Member] | None:
         """Members of the next batch in training order, or None; changes nothing.
 
@@ -167,8 +185,8 @@ class GroupAssembly:
         for group_id, number, partition, offset in members:
             self.offsets[partition].finish(offset)
             group = self._groups.pop(group_id, None)
-            for left in group.members.values() if group else ():
-                self.offsets[left.partition].finish(left.offset)
+            for member in group.members.values() if group else ():
+                self._finish(member)
             self.closed.add(group_id, number, in_lineage=True)
 
     @property
@@ -176,6 +194,11 @@ class GroupAssembly:
         """Whether nothing is left to train and nothing will come."""
         ready = self._ready()
         return not ready and self._all_arrived(ready)
+
+    @property
+    def num_ready(self) -> int:
+        """Whole groups held."""
+        return sum(g.is_complete and bool(g.members) for g in self._groups.values())
 
     @property
     def num_waiting(self) -> int:
@@ -232,7 +255,7 @@ class GroupAssembly:
                 f"written by policy_version {m.max_policy_version} of branch {m.branch}, which is "
                 f"not part of branch {self.branch}"
             )
-            return self._drop(m, "off_lineage", detail, steps_done, now_ms)
+            return self.drop(m, "off_lineage", detail, steps_done, now_ms)
         limit = self.rules.limit(m.sources)
         staleness = steps_done - m.min_policy_version
         if limit is None or staleness <= limit:
@@ -241,34 +264,16 @@ class GroupAssembly:
             f"policy_version {m.min_policy_version} is {staleness} behind the trainer's "
             f"{steps_done}; max_staleness is {limit}"
         )
-        return self._drop(m, "stale", detail, steps_done, now_ms)
+        return self.drop(m, "stale", detail, steps_done, now_ms)
 
-    def _drop(
-        self,
-        m: Member,
-        reason: Literal["stale", "off_lineage"],
-        detail: str,
-        steps_done: int,
-        now_ms: int,
-    ) -> Drop:
-        return Drop(
-            trajectory_id=m.trajectory_id,
-            group_id=m.group_id,
-            slot=m.slot,
-            number=m.number,
-            reason=reason,
-            detail=detail,
-            where="trainer",
-            branch=self.branch,
-            step=steps_done,
-            group_experiences=m.group_experiences,
-            produced_at=now_ms,
-        )
+    def _finish(self, member: Member) -> None:
+        self.offsets[member.partition].finish(member.offset)
+        self.released.append((member.partition, member.offset))
 
     def _lose(self, group: _Group, trajectory_id: str, drop: Drop) -> None:
         member = group.members.pop(trajectory_id, None)
         if member is not None:
-            self.offsets[member.partition].finish(member.offset)
+            self._finish(member)
         group.gone.add(trajectory_id)
         group.was_off_lineage |= drop.reason == "off_lineage"
         if group.expected is None:

@@ -13,10 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsspec.core import url_to_fs
-
 from ...schemas.errors import StreamrftError
 from ...schemas.events import Checkpoint
+from ..blobs import open_storage
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +68,7 @@ def fetch_model_folder(checkpoint: Checkpoint, cache_dir: Path | str) -> Path:
 
 
 def _read(uri: str, checkpoint: Checkpoint) -> bytes:
-    fs, path = url_to_fs(uri)
+    fs, path = open_storage(uri)
     try:
         return fs.cat_file(path)
     except OSError as error:
@@ -77,7 +76,7 @@ def _read(uri: str, checkpoint: Checkpoint) -> bytes:
 
 
 def _copy_folder(uri: str, into: Path, checkpoint: Checkpoint) -> None:
-    fs, path = url_to_fs(uri)
+    fs, path = open_storage(uri)
     try:
         fs.invalidate_cache()
         for found in fs.find(path):

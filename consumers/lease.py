@@ -1,0 +1,74 @@
+"""The trainer's lease, renewed by a thread of its own while a long step runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import TracebackType
+
+from ..schemas.errors import Fenced, LogError
+from ..streams.log import Lease, Log
+
+logger = logging.getLogger("streamrft")
+
+
+class LeaseKeeper:
+    """held (renewed every third of its time) -> lost (a successor took it) | released.
+
+    The guard is the fenced producer; the keeper lets the trainer stop earlier than at its next
+    write. Its thread has its own connection, because a Log belongs to one thread.
+    """
+
+    def __init__(self, log: Log, role: str, *, owner: str, ttl_ms: int, timeout_ms: int) -> None:
+        """Take the role, waiting `timeout_ms` for a living holder to end.
+
+        Raises:
+            Timeout: a living process held it all the time.
+        """
+        self._log = log
+        self.lease: Lease = log.acquire(role, owner=owner, ttl_ms=ttl_ms, timeout_ms=timeout_ms)
+        self._done = threading.Event()
+        self._lost: Fenced | None = None
+        self._thread = threading.Thread(target=self._renew, name=f"{role} lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise Fenced when the lease is known to be lost. Cheap."""
+        if self._lost is not None:
+            raise self._lost
+
+    def prove(self) -> None:
+        """Ask the log itself; raises Fenced when a successor holds the role."""
+        self.check()
+        self._log.renew(self.lease)
+
+    def __enter__(self) -> LeaseKeeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join(timeout=self.lease.ttl_ms / 1000)
+        self._log.release(self.lease)
+
+    def _renew(self) -> None:
+        log = self._log.reopen()
+        last_said = 0.0
+        try:
+            while not self._done.wait(self.lease.ttl_ms / 3000):
+                try:
+                    log.renew(self.lease)
+                except Fenced as error:
+                    self._lost = error
+                    return
+                except LogError as error:
+                    if time.monotonic() - last_said > 30:
+                        logger.warning("lease %s is not renewed: %s", self.lease.role, error)
+                        last_said = time.monotonic()
+        finally:
+            log.close()

@@ -1,0 +1,227 @@
+"""The live tail: reads experiences, drops and the end of tasks, hands out batches of whole groups.
+
+Only this module of the sources touches the log. Memory: what waits is about 500 bytes an
+experience, and payloads up to the cache's size; the rest is read again when its batch is cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...schemas import codec
+from ...schemas.errors import InvalidEvent, Timeout, UndecodableRecord
+from ...schemas.events import CutMember, Drop, Ended, Experience, Task, Trajectory, now_ms
+from ...schemas.topics import Topics
+from ...streams.log import Log, Partition, Position, Record
+from ..announcer import Announcer
+from ..examples import TrainingExample
+from .groups import GroupAssembly
+from .members import BatchRules, Lineage, Member, member_of
+from .payloads import Payloads, UnusableExperience
+
+MAX_POLL_RECORDS = 100
+MAX_POLLS = 50
+NUM_BATCHES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on, in order; examples[i] is the experience named by members[i]."""
+
+    members: Sequence[CutMember]
+    examples: Sequence[TrainingExample]
+
+
+class OnlineSource:
+    """Tail of one run's experiences for the trainer that holds the lease."""
+
+    def __init__(
+        self,
+        log: Log,
+        topics: Topics,
+        announcer: Announcer,
+        rules: BatchRules,
+        lineage: Lineage,
+        branch: str,
+        *,
+        position: Mapping[str, Any] | None = None,
+        reader: str = "trainer",
+        payloads: Payloads | None = None,
+    ) -> None:
+        """`position`: what `position()` gave when a checkpoint was saved; None from the start."""
+        self._topics, self._announcer, self._reader = topics, announcer, reader
+        self._rules = rules
+        n = topics.partitions("experiences")
+        self.groups = GroupAssembly(rules, lineage, branch, n, (position or {}).get("groups"))
+        self.payloads = payloads or Payloads(log, topics.name("experiences"))
+        self._log, self._steps_done = log, 0
+        self._consumer = log.consumer(group=f"{topics.namespace}.trainer", member=reader)
+        self._consumer.assign(self._start_positions(position or {}))
+        if ended := (position or {}).get("ended"):
+            self.groups.on_ended(Ended(**ended))
+        self._ended: dict[str, Any] | None = (position or {}).get("ended")
+
+    def catch_up(self, timeout_ms: int) -> None:
+        """Read `drops` and the end of `tasks` as far as they reach now, before any experience.
+
+        What an earlier trainer dropped after its checkpoint is known then and not dropped twice.
+        """
+        experiences = self._partitions("experiences")
+        self._consumer.pause(experiences)
+        rest = [p for p in self._consumer.assignment() if p not in experiences]
+        ends = self._log.end_offsets(rest)
+        deadline = time.monotonic() + timeout_ms / 1000
+        while any(self._consumer.positions()[p] < end for p, end in ends.items()):
+            if time.monotonic() > deadline:
+                raise Timeout(f"{self._reader}: reading drops up to their end", timeout_ms)
+            for record in self._consumer.poll(MAX_POLL_RECORDS, timeout_ms=200):
+                self._take_in(record)
+        self._consumer.resume(experiences)
+
+    def poll(self, steps_done: int, timeout_ms: int) -> int:
+        """Read on and publish the drops that follow; returns how many records came."""
+        self._steps_done = steps_done
+        records = self._consumer.poll(MAX_POLL_RECORDS, timeout_ms)
+        for record in records:
+            self._take_in(record)
+        self._drop(self.groups.judge(steps_done, now_ms()))
+        self._release()
+        return len(records)
+
+    def next_batch(self, steps_done: int) -> Batch | None:
+        """Read what is there and cut the next batch; None when too little came yet.
+
+        Raises:
+            A retriable StreamrftError when a payload cannot be fetched now: ask again.
+        """
+        limit = NUM_BATCHES_AHEAD * self._rules.batch_groups
+        for _ in range(MAX_POLLS):
+            if not self.poll(steps_done, timeout_ms=0) or self.groups.num_ready >= limit:
+                break
+        while (selected := self.groups.select()) is not None:
+            members = [m.as_cut_member() for m in selected]
+            try:
+                return Batch(members, self.payloads.examples(members))
+            except UnusableExperience as error:
+                broken = next(m for m in selected if m.trajectory_id == error.member.trajectory_id)
+                self._drop_unusable(broken, error.why, steps_done)
+        return None
+
+    def take(self, members: Iterable[CutMember], examples: Iterable[TrainingExample]) -> None:
+        """These are trained, or about to be by a cut that is acknowledged."""
+        for m, e in zip(members, examples, strict=True):
+            self.groups.take([(e.group_id, e.number, m.partition, m.offset)])
+        self._release()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to train and nothing will come."""
+        return self.groups.is_finished
+
+    def position(self) -> dict[str, Any]:
+        """Plain JSON for the checkpoint's metadata."""
+        at = self._consumer.positions()
+        drops = self._partitions("drops")
+        return {
+            "groups": self.groups.position(),
+            "tasks": at[self._tasks],
+            "drops": {str(p.partition): at[p] for p in drops},
+            "ended": self._ended,
+        }
+
+    def commit(self, position: Mapping[str, Any]) -> None:
+        """Store the position as the group's, a hint for lag only."""
+        offsets = position["groups"]["experiences"]
+        at = {p: offsets[str(p.partition)]["next"] for p in self._partitions("experiences")}
+        self._consumer.commit(at)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._consumer.close()
+
+    @property
+    def _tasks(self) -> Partition:
+        return Partition(self._topics.name("tasks"), 0)
+
+    def _partitions(self, topic: str) -> list[Partition]:
+        name = self._topics.name(topic)
+        return [Partition(name, p) for p in range(self._topics.partitions(topic))]
+
+    def _start_positions(self, position: Mapping[str, Any]) -> dict[Partition, int]:
+        """Saved positions as they are; a partition without one from its first kept record."""
+        wanted = [self._tasks, *self._partitions("drops"), *self._partitions("experiences")]
+        info = self._log.describe({p.topic for p in wanted})
+        starts = {p: info[p.topic].begin[p.partition] for p in wanted}
+        if position:
+            starts[self._tasks] = position["tasks"]
+            for p in self._partitions("drops"):
+                starts[p] = position["drops"][str(p.partition)]
+            for p in self._partitions("experiences"):
+                starts[p] = self.groups.offsets[p.partition].lowest
+        return starts
+
+    def _take_in(self, record: Record) -> None:
+        topic = self._topics.short(record.topic)
+        if topic == "experiences":
+            self._take_experience(record)
+            return
+        try:
+            event = codec.decode(record.value or b"", Drop, Task, Ended)
+        except (UndecodableRecord, InvalidEvent) as error:
+            self._announcer.dead_letter(record, str(error), self._reader)
+            return
+        if isinstance(event, Drop):
+            self.groups.on_drop(event)
+        elif isinstance(event, Ended) and event.branch == self.groups.branch:
+            self.groups.on_ended(event)
+            self._ended = {
+                "branch": event.branch,
+                "num_groups": event.num_groups,
+                "produced_at": event.produced_at,
+            }
+
+    def _take_experience(self, record: Record) -> None:
+        place = record.partition, record.offset
+        try:
+            experience = codec.decode(record.value or b"", Experience)
+        except (UndecodableRecord, InvalidEvent) as error:
+            group_id = (record.key or b"").decode(errors="replace")
+            if self.groups.on_unreadable(group_id, _number_of(group_id), *place):
+                self._announcer.dead_letter(record, str(error), self._reader)
+            return
+        try:
+            codec.decode(experience.trajectory, Trajectory)
+        except (UndecodableRecord, InvalidEvent) as error:
+            if self.groups.on_experience(experience, *place):
+                member = member_of(experience, *place)
+                self._drop_unusable(member, f"its trajectory: {error}", self._steps_done)
+            return
+        if self.groups.on_experience(experience, *place):
+            self.payloads.keep(record)
+
+    def _drop(self, drops: Sequence[Drop]) -> None:
+        if drops:
+            self._announcer.publish("drops", *drops)
+            self._release()
+
+    def _drop_unusable(self, member: Member, why: str, steps_done: int) -> None:
+        place = Position(self._topics.name("experiences"), member.partition, member.offset)
+        (record,) = self._log.read_at([place])
+        drop = self.groups.drop(member, "invalid", why, steps_done, now_ms())
+        self.groups.on_drop(drop)
+        self._announcer.dead_letter(record, why, self._reader)
+        self._drop([drop])
+
+    def _release(self) -> None:
+        for partition, offset in self.groups.released:
+            self.payloads.forget(partition, offset)
+        self.groups.released.clear()
+
+
+def _number_of(group_id: str) -> int:
+    """The publication number inside `<taskset>.<number>`; -1 when there is none."""
+    number = group_id.rpartition(".")[2]
+    return int(number) if number.isdecimal() else -1
