@@ -1,0 +1,73 @@
+"""The log adapters that the contract runs over: each test once for each of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_process import Worker
+
+from streamrft.streams.log import Limits, Log, Partition, TopicSpec, open_log
+
+ADAPTERS = ("sqlite",)
+
+
+@dataclass
+class Place:
+    """Where the log of one test lies; names are new in every test, so that a broker can be shared.
+
+    `session_ms` is the shortest session that the adapter allows in a test.
+    """
+
+    url: str
+    session_ms: int
+    prefix: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
+    opened: list[Log] = field(default_factory=list)
+
+    def name(self, name: str) -> str:
+        """A topic, group or role of this test alone."""
+        return f"{self.prefix}.{name}"
+
+    def open(self, **limits: Any) -> Log:
+        """Another connection, closed when the test ends."""
+        log = open_log(self.url, Limits(**{"session_timeout_ms": self.session_ms} | limits))
+        self.opened.append(log)
+        return log
+
+    def worker(self, kind: str, *arguments: str) -> Worker:
+        """A process of its own on this log."""
+        return Worker(self.url, self.session_ms, kind, *arguments)
+
+    def create(self, log: Log, name: str, num_partitions: int = 4, **settings: Any) -> str:
+        """Create a topic; its full name."""
+        log.ensure_topics([TopicSpec(self.name(name), num_partitions, **settings)])
+        return self.name(name)
+
+
+@pytest.fixture(params=ADAPTERS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    assert request.param == "sqlite"
+    place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=600)
+    yield place
+    for log in place.opened:
+        log.close()
+
+
+@pytest.fixture
+def log(place: Place) -> Log:
+    return place.open()
+
+
+@pytest.fixture
+def topic(place: Place, log: Log) -> str:
+    """A topic with four partitions."""
+    return place.create(log, "topic")
+
+
+@pytest.fixture
+def partitions(topic: str) -> list[Partition]:
+    return [Partition(topic, p) for p in range(4)]
