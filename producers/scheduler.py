@@ -1,0 +1,279 @@
+"""The scheduler's shell: follow the log, publish tasks in fenced transactions, say when it ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from ..schemas import codec
+from ..schemas import events as ev
+from ..schemas.errors import InvalidEvent, LogUnavailable, UndecodableRecord
+from ..schemas.topics import CATALOGUE
+from ..streams import faults
+from ..streams.lineage import Lineage, surviving_branch
+from ..streams.log import Consumer, Lease, Partition, Record
+from ..streams.process import Process
+from .settings import SchedulerSettings
+from .tasksets import Tasksets
+from .window import Publication, Window
+
+logger = logging.getLogger("streamrft")
+
+_FOLLOWED = ("train_steps", "drops", "checkpoints", "trajectories")
+_MOST_AT_ONCE = 500
+_LEASE_TIMEOUT_MS = 60_000
+_BRANCH_TIMEOUT_MS = 1_800_000
+
+
+def run_scheduler(process: Process, settings: SchedulerSettings) -> None:
+    """Publish the tasks of a run until nothing remains, or the process is stopped.
+
+    Raises:
+        Fenced: a successor took the lease; nothing was published after that.
+        ConfigError: a taskset or a row cannot be read.
+    """
+    rows = Tasksets.open(settings.tasksets)
+    lease = process.log.acquire(
+        f"{process.topics.namespace}.scheduler",
+        owner=process.name,
+        ttl_ms=settings.lease_ms,
+        timeout_ms=_LEASE_TIMEOUT_MS,
+    )
+    try:
+        scheduler = Scheduler(process, settings, rows, lease)
+        while not process.is_stopping and not scheduler.turn():
+            pass
+    finally:
+        process.log.release(lease)
+
+
+class Scheduler:
+    """One holder of the lease.
+
+    reading the log from its start -> following it -> done; a new branch begins at the start.
+    """
+
+    def __init__(
+        self, process: Process, settings: SchedulerSettings, rows: Tasksets, lease: Lease
+    ) -> None:
+        self._process, self._settings, self._rows, self._lease = process, settings, rows, lease
+        self._log, self._topics = process.log, process.topics
+        self._producer = self._log.producer(fence=lease)
+        self._renewed = time.monotonic()
+        self._branches: list[ev.Branch] = []
+        self._window: Window | None = None
+
+    def turn(self) -> bool:
+        """Fold what came, publish what is due; True when nothing remains to do."""
+        if self._window is None:
+            self._window = self._read_from_start()
+            return False
+        window = self._window
+        self._renew()
+        for record in self._consumer.poll(2_000, 100):
+            self._fold(window, record)
+        if self._lineage() != self._followed:
+            self._window = None
+            return False
+        self._follow_experiences(window)
+        is_done = self._publish(window)
+        self._say(window)
+        return is_done
+
+    # --- reading
+
+    def _read_from_start(self) -> Window | None:
+        """Read checkpoints for the branches, then the tasks, then all that happened to them."""
+        self._branches = [e for e in self._read_all("checkpoints") if isinstance(e, ev.Branch)]
+        if not self._is_on_branch():
+            self._await_branch()
+            return None
+        self._followed = self._lineage()
+        window = Window(self._settings, self._rows, self._followed)
+        for task in self._published(window):
+            window.on_task(task)
+        self._experiences: Consumer | None = None
+        self._consumer = self._consumer_of(*_FOLLOWED)
+        for record in self._to_the_end(self._consumer):
+            self._fold(window, record)
+        self._follow_experiences(window)
+        return window
+
+    def _published(self, window: Window) -> list[ev.Task]:
+        """Every task on the log by number, without its content; says the ends on the way."""
+        tasks: list[ev.Task] = []
+        for event in self._read_all("tasks"):
+            if isinstance(event, ev.Ended):
+                window.on_ended(event)
+            elif isinstance(event, ev.Task):
+                tasks.append(msgspec.structs.replace(event, content=""))
+        return sorted(tasks, key=lambda task: task.number)
+
+    def _is_on_branch(self) -> bool:
+        """A fork is published for only when the trainer has announced it."""
+        wanted = self._settings.branch
+        return wanted in ("main", surviving_branch(self._branches))
+
+    def _await_branch(self) -> None:
+        consumer = self._consumer_of("checkpoints")
+
+        def is_announced() -> bool:
+            self._renew()
+            for record in consumer.poll(500, 500):
+                event = self._decode(record)
+                if isinstance(event, ev.Branch):
+                    self._branches.append(event)
+            return self._is_on_branch()
+
+        self._branches = []
+        self._process.wait_until(
+            is_announced,
+            f"the trainer to announce branch {self._settings.branch}",
+            _BRANCH_TIMEOUT_MS,
+            "Start the trainer, or take resume_from and branch out of the configuration.",
+        )
+
+    def _lineage(self) -> Lineage:
+        return Lineage.of(surviving_branch(self._branches), self._branches)
+
+    def _fold(self, window: Window, record: Record) -> None:
+        event = self._decode(record)
+        if isinstance(event, ev.Trajectory):
+            window.on_trajectory(event, record.timestamp_ms)
+        elif isinstance(event, ev.Drop):
+            window.on_drop(event)
+        elif isinstance(event, ev.Cut):
+            window.on_cut(event)
+        elif isinstance(event, ev.Checkpoint):
+            window.on_checkpoint(event)
+        elif isinstance(event, ev.Branch) and event not in self._branches[-1:]:
+            self._branches.append(event)
+
+    def _follow_experiences(self, window: Window) -> None:
+        """Only their keys count, and only in a run whose rewards come from outside."""
+        if self._experiences is None:
+            if not window.awaits_rewards:
+                return
+            self._experiences = self._consumer_of("experiences")
+            records: Iterator[Record] | list[Record] = self._to_the_end(self._experiences)
+        else:
+            records = self._experiences.poll(2_000, 0)
+        for record in records:
+            window.on_experience((record.key or b"").decode(errors="replace"))
+
+    def _consumer_of(self, *topics: str) -> Consumer:
+        names = [self._topics.name(t) for t in topics]
+        consumer = self._log.consumer()
+        consumer.assign(
+            {
+                Partition(name, p): begin
+                for name, found in self._log.describe(names).items()
+                for p, begin in found.begin.items()
+            }
+        )
+        return consumer
+
+    def _read_all(self, topic: str) -> Iterator[ev.Event]:
+        consumer = self._consumer_of(topic)
+        for record in self._to_the_end(consumer):
+            event = self._decode(record)
+            if event is not None:
+                yield event
+        consumer.close()
+
+    def _to_the_end(self, consumer: Consumer) -> Iterator[Record]:
+        """Every record up to the ends that the partitions have now."""
+        ends = self._log.end_offsets(consumer.assignment())
+        while any(at < ends[p] for p, at in consumer.positions().items()):
+            self._renew()
+            self._process.alive()
+            yield from consumer.poll(2_000, 1_000)
+
+    def _decode(self, record: Record) -> ev.Event | None:
+        """The event; None for a poison record, which its own reader dead-letters."""
+        kinds = CATALOGUE[self._topics.short(record.topic)].carries
+        try:
+            return codec.decode(record.value or b"", *kinds)
+        except (UndecodableRecord, InvalidEvent) as error:
+            logger.warning(
+                "scheduler leaves out %s[%d]@%d: %s",
+                record.topic,
+                record.partition,
+                record.offset,
+                error,
+            )
+            return None
+
+    # --- writing
+
+    def _publish(self, window: Window) -> bool:
+        """Publish what is due; True when the run is over and has been said so."""
+        due = window.plan(ev.now_ms(), _MOST_AT_ONCE)
+        if due:
+            tasks = [self._task(p, window.branch) for p in due]
+            if self._commit(tasks):
+                for task in tasks:
+                    window.on_task(task)
+            return False
+        ended = window.end(ev.now_ms())
+        if ended is not None and self._commit([ended]):
+            window.on_ended(ended)
+            logger.info("scheduler: %d groups in all, no more will come", ended.num_groups)
+        return ended is None and window.is_done
+
+    def _commit(self, events: list[ev.Task] | list[ev.Ended]) -> bool:
+        """One transaction; False when the log was away and it has to be tried again."""
+        topic = self._topics.name("tasks")
+        step = events[0].step if isinstance(events[0], ev.Task) else None
+        try:
+            with self._producer.transaction():
+                for event in events:
+                    partition = 0 if isinstance(event, ev.Ended) else None
+                    key = b"ended" if isinstance(event, ev.Ended) else event.group_id.encode()
+                    self._producer.send(topic, codec.encode(event), key=key, partition=partition)
+                faults.reach("scheduler.before_commit", step)
+        except LogUnavailable as error:
+            logger.warning("scheduler: the log does not answer, will try again: %s", error)
+            return False
+        faults.reach("scheduler.committed", step)
+        return True
+
+    def _task(self, publication: Publication, branch: str) -> ev.Task:
+        ref = publication.ref
+        content, workflow, reward_fn = self._rows.read(ref)
+        return ev.Task(
+            group_id=f"{ref.taskset}.{publication.number}",
+            number=publication.number,
+            taskset=ref.taskset,
+            row=ref.row,
+            epoch=ref.epoch,
+            branch=branch,
+            step=publication.step,
+            min_policy_version=publication.min_policy_version,
+            group_size=self._settings.group_size,
+            workflow=workflow,
+            reward_fn=reward_fn,
+            replaces=publication.replaces,
+            content=content,
+            produced_at=ev.now_ms(),
+        )
+
+    def _renew(self) -> None:
+        if time.monotonic() - self._renewed > self._settings.lease_ms / 3000:
+            self._log.renew(self._lease)
+            self._renewed = time.monotonic()
+
+    def _say(self, window: Window) -> None:
+        counts = {
+            "num_groups": float(window.num_in_lineage),
+            "num_outstanding": float(window.num_outstanding),
+            "num_parked": float(window.num_parked),
+        }
+        self._process.metrics.update(counts)
+        if window.num_allowed:
+            self._process.alive()
+        else:
+            self._process.idle(window.blocker())
