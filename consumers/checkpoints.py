@@ -135,7 +135,7 @@ class CheckpointStore:
             faults.reach("checkpoint.manifest_written", step)
             self._write_latest(saved.manifest)
             return saved
-        except _storage_errors() as error:
+        except storage_errors() as error:
             raise CheckpointFailed(f"{self.folders.uri}/{name} is not written: {error}") from error
         finally:
             if staged is not None:
@@ -268,7 +268,7 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _storage_errors() -> tuple[type[Exception], ...]:
+def storage_errors() -> tuple[type[Exception], ...]:
     """What a full disk or a store that is away raises; safetensors has an error of its own."""
     try:
         from safetensors import SafetensorError

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from ..schemas.errors import Fenced, LogError
-from ..streams.log import Lease, Log
+from ..streams.log import Lease
+from ..streams.process import Process
 
 logger = logging.getLogger("streamrft")
 
@@ -20,15 +23,18 @@ class LeaseKeeper:
     write. Its thread has its own connection, because a Log belongs to one thread.
     """
 
-    def __init__(self, log: Log, role: str, *, owner: str, ttl_ms: int, timeout_ms: int) -> None:
+    def __init__(self, process: Process, role: str, *, ttl_ms: int, timeout_ms: int) -> None:
         """Take the role, waiting `timeout_ms` for a living holder to end.
 
         Raises:
             Timeout: a living process held it all the time.
         """
-        self._log = log
-        self.lease: Lease = log.acquire(role, owner=owner, ttl_ms=ttl_ms, timeout_ms=timeout_ms)
+        self._process, self._log = process, process.log
+        self.lease: Lease = self._log.acquire(
+            role, owner=process.name, ttl_ms=ttl_ms, timeout_ms=timeout_ms
+        )
         self._done = threading.Event()
+        self._is_busy = False
         self._lost: Fenced | None = None
         self._thread = threading.Thread(target=self._renew, name=f"{role} lease", daemon=True)
         self._thread.start()
@@ -42,6 +48,16 @@ class LeaseKeeper:
         """Ask the log itself; raises Fenced when a successor holds the role."""
         self.check()
         self._log.renew(self.lease)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The owner's thread works inside and cannot say so itself: the keeper does."""
+        self._process.alive()
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     def __enter__(self) -> LeaseKeeper:
         return self
@@ -58,11 +74,16 @@ class LeaseKeeper:
 
     def _renew(self) -> None:
         log = self._log.reopen()
+        speaker = Process(
+            log, self._process.topics, name=self._process.name, role=self._process.role
+        )
         last_said = 0.0
         try:
             while not self._done.wait(self.lease.ttl_ms / 3000):
                 try:
                     log.renew(self.lease)
+                    if self._is_busy:
+                        speaker.alive(dict(self._process.metrics))
                 except Fenced as error:
                     self._lost = error
                     return

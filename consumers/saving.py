@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.events import Checkpoint, now_ms
 from ..streams import faults
 from .announcer import Announcer
-from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved
+from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
 
@@ -52,7 +52,7 @@ class Saver:
     position: Callable[[], Mapping[str, Any]]
     commit: Callable[[Mapping[str, Any]], None]
     announced: dict[int, Checkpoint]
-    newest_full: Checkpoint | None = None
+    newest_full: Saved | None = None
     _owed: _Owed | None = None
     _last_full: float = field(default_factory=time.monotonic)
 
@@ -61,12 +61,18 @@ class Saver:
         every = self.settings.save_interval
         is_planned = is_last or step == 0 or bool(every and step % every == 0)
         is_rolling = not is_planned and self._is_resume_point_old()
-        is_served = is_last or step % self.settings.sync_interval == 0
+        is_served = self.settings.sft is None and step % self.settings.sync_interval == 0
         owes_full = self._owed is not None and self._owed.is_full
         if is_planned or is_rolling or owes_full:
             self._try(step, is_full=True, is_rolling=is_rolling, must=is_last or step == 0)
         elif is_served or self._owed is not None:
             self._try(step, is_full=False, is_rolling=False, must=False)
+
+    def go_on_from(self, saved: Saved) -> None:
+        """Announce again what training goes on from: a kill may have come before the first time."""
+        self.newest_full = saved
+        if self.stands(saved.manifest.step, saved.manifest.digest):
+            self.announce(saved, self.store.branch)
 
     def retry(self, step: int) -> str | None:
         """Try an owed save again, at most every 5 s; what is owed still, in words."""
@@ -76,15 +82,35 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """The last full checkpoint. Raises CheckpointFailed when it cannot be written."""
-        if self.newest_full is None or self.newest_full.step != step or self._owed is not None:
+        if (
+            self.newest_full is None
+            or self.newest_full.manifest.step != step
+            or self._owed is not None
+        ):
             self._try(step, is_full=True, is_rolling=False, must=True)
 
     def shorten_resume(self, step: int) -> None:
         """A full checkpoint before an early end, if steps were done since the last one."""
-        if self.newest_full is None or self.newest_full.step != step:
+        if not self._is_full(step):
             self._try(step, is_full=True, is_rolling=True, must=False)
 
-    def announce(self, saved: Saved, branch: str) -> Checkpoint:
+    def stands(self, step: int, digest: str) -> bool:
+        """Whether `digest` may be announced for the version."""
+        first = self.announced.get(step)
+        if first is None or first.digest == digest:
+            return True
+        logger.warning(
+            "policy_version %d of branch %s was announced with digest %s, training it again gave "
+            "%s; what was announced stands. Was the number of threads, the device or a library "
+            "changed?",
+            step,
+            self.store.branch,
+            first.digest,
+            digest,
+        )
+        return False
+
+    def announce(self, saved: Saved, branch: str) -> None:
         """Publish the Checkpoint event of a whole folder on `branch`; readers take repeats."""
         event = Checkpoint(
             branch=branch,
@@ -98,9 +124,9 @@ class Saver:
         )
         self.announcer.publish("checkpoints", event)
         self.announced.setdefault(event.step, event)
-        if event.kind == "full":
-            self.newest_full = event
-        return event
+
+    def _is_full(self, step: int) -> bool:
+        return self.newest_full is not None and self.newest_full.manifest.step == step
 
     def _is_resume_point_old(self) -> bool:
         return time.monotonic() - self._last_full >= self.settings.resume_minutes * 60
@@ -129,8 +155,8 @@ class Saver:
             before_place=self.keeper.prove,
         )
         if is_full:
-            self._last_full = time.monotonic()
-        if self._stands(step, saved.manifest.digest):
+            self._last_full, self.newest_full = time.monotonic(), saved
+        if self.stands(step, saved.manifest.digest):
             self.announce(saved, self.store.branch)
         faults.reach("checkpoint.published", step)
         self.commit(position)
@@ -154,24 +180,11 @@ class Saver:
 
     def _compare(self, step: int) -> None:
         """A version that was announced is made again: its bytes should be the same."""
-        with tempfile.TemporaryDirectory(prefix="streamrft.") as folder:
-            self._stands(step, self.learner.save_hf(Path(folder)))
-
-    def _stands(self, step: int, digest: str) -> bool:
-        """Whether `digest` may be announced for the version."""
-        first = self.announced.get(step)
-        if first is None or first.digest == digest:
-            return True
-        logger.warning(
-            "policy_version %d of branch %s was announced with digest %s, training it again gave "
-            "%s; what was announced stands. Was the number of threads, the device or a library "
-            "changed?",
-            step,
-            self.store.branch,
-            first.digest,
-            digest,
-        )
-        return False
+        try:
+            with tempfile.TemporaryDirectory(prefix="streamrft.") as folder:
+                self.stands(step, self.learner.save_hf(Path(folder)))
+        except storage_errors() as error:
+            logger.warning("policy_version %d is not compared with what stands: %s", step, error)
 
     def _retire(self) -> None:
         try:

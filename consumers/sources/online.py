@@ -7,13 +7,12 @@ experience, and payloads up to the cache's size; the rest is read again when its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...schemas import codec
 from ...schemas.errors import InvalidEvent, Timeout, UndecodableRecord
-from ...schemas.events import CutMember, Drop, Ended, Experience, Task, Trajectory, now_ms
+from ...schemas.events import Cut, Drop, Ended, Experience, Task, Trajectory, now_ms
 from ...schemas.topics import Topics
 from ...streams.log import Log, Partition, Position, Record
 from ..announcer import Announcer
@@ -21,22 +20,15 @@ from ..examples import TrainingExample
 from .groups import GroupAssembly
 from .members import BatchRules, Lineage, Member, member_of
 from .payloads import Payloads, UnusableExperience
+from .source import Batch
 
 MAX_POLL_RECORDS = 100
 MAX_POLLS = 50
 NUM_BATCHES_AHEAD = 4
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one step trains on, in order; examples[i] is the experience named by members[i]."""
-
-    members: Sequence[CutMember]
-    examples: Sequence[TrainingExample]
-
-
 class OnlineSource:
-    """Tail of one run's experiences for the trainer that holds the lease."""
+    """Tail of one run's experiences for the trainer that holds the lease. See `Source`."""
 
     def __init__(
         self,
@@ -49,15 +41,18 @@ class OnlineSource:
         *,
         position: Mapping[str, Any] | None = None,
         reader: str = "trainer",
-        payloads: Payloads | None = None,
+        check: Callable[[TrainingExample], None] | None = None,
     ) -> None:
-        """`position`: what `position()` gave when a checkpoint was saved; None from the start."""
+        """Open at the start of the log, or at what `position()` gave at a checkpoint.
+
+        `check` raises InvalidEvent for an example that the model cannot take.
+        """
         self._topics, self._announcer, self._reader = topics, announcer, reader
         self._rules = rules
         n = topics.partitions("experiences")
         self.groups = GroupAssembly(rules, lineage, branch, n, (position or {}).get("groups"))
-        self.payloads = payloads or Payloads(log, topics.name("experiences"))
-        self._log, self._steps_done = log, 0
+        self.payloads = Payloads(log, topics.name("experiences"), check=check)
+        self._log, self._steps_done, self.num_read = log, 0, 0
         self._consumer = log.consumer(group=f"{topics.namespace}.trainer", member=reader)
         self._consumer.assign(self._start_positions(position or {}))
         if ended := (position or {}).get("ended"):
@@ -85,6 +80,7 @@ class OnlineSource:
         """Read on and publish the drops that follow; returns how many records came."""
         self._steps_done = steps_done
         records = self._consumer.poll(MAX_POLL_RECORDS, timeout_ms)
+        self.num_read += len(records)
         for record in records:
             self._take_in(record)
         self._drop(self.groups.judge(steps_done, now_ms()))
@@ -104,15 +100,15 @@ class OnlineSource:
         while (selected := self.groups.select()) is not None:
             members = [m.as_cut_member() for m in selected]
             try:
-                return Batch(members, self.payloads.examples(members))
+                return Batch(self.payloads.examples(members), members)
             except UnusableExperience as error:
                 broken = next(m for m in selected if m.trajectory_id == error.member.trajectory_id)
                 self._drop_unusable(broken, error.why, steps_done)
         return None
 
-    def take(self, members: Iterable[CutMember], examples: Iterable[TrainingExample]) -> None:
-        """These are trained, or about to be by a cut that is acknowledged."""
-        for m, e in zip(members, examples, strict=True):
+    def take(self, batch: Batch) -> None:
+        """Mark its members as trained, also those of a recorded cut that were not read yet."""
+        for m, e in zip(batch.members, batch.examples, strict=True):
             self.groups.take([(e.group_id, e.number, m.partition, m.offset)])
         self._release()
 
@@ -120,6 +116,18 @@ class OnlineSource:
     def is_finished(self) -> bool:
         """Whether nothing is left to train and nothing will come."""
         return self.groups.is_finished
+
+    def blocker(self, step: int) -> str:
+        """What the batch of `step` waits for, for people."""
+        return self.groups.blocker(step)
+
+    def recorded(self, cut: Cut) -> Batch:
+        """The batch of a cut that was made before, read again.
+
+        Raises:
+            UnusableExperience: a member is not what it was. Retriable ones as `next_batch`.
+        """
+        return Batch(self.payloads.examples(cut.members), cut.members)
 
     def position(self) -> dict[str, Any]:
         """Plain JSON for the checkpoint's metadata."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...schemas import codec
 from ...schemas.errors import (
@@ -34,7 +34,16 @@ class Payloads:
     What came when the cache was full is read again from the log when its batch is cut.
     """
 
-    def __init__(self, log: Log, topic: str, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        log: Log,
+        topic: str,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        check: Callable[[TrainingExample], None] | None = None,
+    ) -> None:
+        """`check` raises InvalidEvent for an example that cannot be trained on."""
+        self._check = check
         self._log, self._topic, self._cache_bytes = log, topic, cache_bytes
         self._values: dict[tuple[int, int], bytes] = {}
         self._size_bytes = 0
@@ -76,6 +85,9 @@ class Payloads:
             trajectory = codec.decode(experience.trajectory, Trajectory)
             if trajectory.claim is not None:
                 trajectory = blobs.resolve(trajectory)
-            return examples_from_experience(experience, trajectory)
+            example = examples_from_experience(experience, trajectory)
+            if self._check is not None:
+                self._check(example)
+            return example
         except (UndecodableRecord, InvalidEvent, StorageCorrupt) as error:
             raise UnusableExperience(member, str(error)) from error

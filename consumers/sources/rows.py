@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...schemas.events import Cut
 from ...streams.rows import Row, Rows
+from ..examples import TrainingExample
+from .source import Batch
 
 
 class RowSource:
-    """Batches of rows, over and over; its position is {"epoch", "index"}.
+    """Batches of rows, over and over; its position is {"epoch", "index"}. See `Source`.
 
     Batches run across the ends of epochs; only the very last one may be short. The order of an
     epoch is a pure function of (seed, epoch), so nothing but the position needs saving.
@@ -22,6 +25,7 @@ class RowSource:
     def __init__(
         self,
         rows: Rows,
+        to_example: Callable[[Row, int], TrainingExample],
         *,
         batch_rows: int,
         total_epochs: int | None,
@@ -29,37 +33,60 @@ class RowSource:
         shuffle: bool = True,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        """`total_epochs` None never ends; `position`: what `position()` gave at a checkpoint."""
-        self._rows, self._batch_rows, self._total_epochs = rows, batch_rows, total_epochs
+        """Open at the start, or at what `position()` gave at a checkpoint.
+
+        `to_example` makes of (row, its number in the file) what the learner takes;
+        `total_epochs` None never ends.
+        """
+        self.num_read = 0
+        self._rows, self._to_example, self._batch_rows = rows, to_example, batch_rows
         self._seed, self._shuffle = seed, shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
+        self._end = None if total_epochs is None else total_epochs * len(rows)
         saved = position or {"epoch": 0, "index": 0}
         self._next: int = saved["epoch"] * len(rows) + saved["index"]
 
-    @property
-    def num_steps(self) -> int | None:
-        """Batches in all epochs; None when they never end."""
-        end = self._end
-        return None if end is None else -(-end // self._batch_rows)
+    def poll(self, steps_done: int, timeout_ms: int) -> int:
+        """Nothing comes by itself."""
+        return 0
 
-    def next_batch(self) -> list[tuple[int, int, Row]] | None:
-        """(epoch, row number, row) of the next batch; None after the last epoch."""
+    def next_batch(self, steps_done: int) -> Batch | None:
+        """The rows after those taken; None after the last epoch."""
         stop = self._next + self._batch_rows
         if self._end is not None:
             stop = min(stop, self._end)
         places = [divmod(i, len(self._rows)) for i in range(self._next, stop)]
-        self._next = max(stop, self._next)
-        batch = [(epoch, int(self._order(epoch)[index])) for epoch, index in places]
-        return [(epoch, row, self._rows[row]) for epoch, row in batch] or None
+        numbers = [int(self._order(epoch)[index]) for epoch, index in places]
+        examples = [self._to_example(self._rows[n], n) for n in numbers]
+        return Batch(examples) if examples else None
+
+    def recorded(self, cut: Cut) -> Batch:
+        """Rows are not cut: their order and the position say it all."""
+        raise AssertionError(f"step {cut.step} has a cut, and rows are trained")
+
+    def take(self, batch: Batch) -> None:
+        """Go on behind it."""
+        self._next += len(batch.examples)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self._end is not None and self._next >= self._end
+
+    def blocker(self, step: int) -> str:
+        """Rows are always there."""
+        return f"rows of step {step}"
 
     def position(self) -> dict[str, Any]:
         """Plain JSON."""
         epoch, index = divmod(self._next, len(self._rows))
         return {"epoch": epoch, "index": index}
 
-    @property
-    def _end(self) -> int | None:
-        return None if self._total_epochs is None else self._total_epochs * len(self._rows)
+    def commit(self, position: Mapping[str, Any]) -> None:
+        """Nothing on the log is consumed."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _make_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Row numbers of one epoch; RandomState, because NumPy promises never to change it."""

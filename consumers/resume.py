@@ -1,0 +1,98 @@
+"""Where a trainer that starts goes on: the newest whole full checkpoint of its lineage."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from ..schemas.errors import ConfigError
+from ..streams.lineage import Lineage
+from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
+from .recorded import History, Place
+from .saving import EXTRA_FILE, OPTIMIZER_FILE
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+logger = logging.getLogger("streamrft")
+
+
+def full_checkpoints(uri: str, lineage: Lineage) -> list[tuple[CheckpointStore, Saved]]:
+    """Whole-looking full checkpoints of a lineage, newest first; contents are not verified."""
+    found = []
+    for segment in lineage.segments:
+        store = CheckpointStore(uri, segment.branch)
+        for saved in store.scan():
+            m = saved.manifest
+            if m.kind == "full" and lineage.contains(m.branch, m.step):
+                found.append((store, saved))
+    return sorted(found, key=lambda f: (f[1].manifest.step, f[1].manifest.epoch), reverse=True)
+
+
+class Base(NamedTuple):
+    """The checkpoint that training goes on from; `meta` is its trainer_meta.json."""
+
+    saved: Saved
+    meta: dict[str, Any]
+
+
+def load_newest(
+    learner: Learner, candidates: Iterable[tuple[CheckpointStore, Saved]]
+) -> Base | None:
+    """Load the first checkpoint whose every SHA-256 is right; returns it with its metadata."""
+    import torch
+    from safetensors.torch import load_file
+
+    for store, saved in candidates:
+        with tempfile.TemporaryDirectory(prefix="streamrft.") as into:
+            try:
+                folder = store.fetch(saved, Path(into))
+            except CheckpointBroken as error:
+                logger.error("%s is left aside: %s", saved.uri, error)
+                continue
+            learner.load_weights(load_file(folder / WEIGHTS))
+            actor = folder / "actor"
+            learner.load_optimizer_state(torch.load(actor / OPTIMIZER_FILE, weights_only=True))
+            learner.load_rng_state(torch.load(actor / EXTRA_FILE, weights_only=True)["rng"])
+            return Base(saved, msgspec.json.decode((folder / META).read_bytes()))
+    return None
+
+
+def check_fork(place: Place, candidates: Iterable[tuple[CheckpointStore, Saved]]) -> None:
+    """A fork begins at a full checkpoint of exactly its step.
+
+    Raises:
+        ConfigError: there is none; names those that can be resumed from.
+    """
+    if place.fork is None:
+        return
+    steps = sorted({saved.manifest.step for _, saved in candidates})
+    if place.fork.step not in steps:
+        raise ConfigError(
+            f"resume_from: global_step_{place.fork.step} of branch {place.fork.parent} is no full "
+            f"checkpoint. Full ones: {', '.join(f'global_step_{s}' for s in steps) or 'none'}."
+        )
+
+
+def check_log(history: History, lineage: Lineage, num_candidates: int, uri: str) -> None:
+    """Log and checkpoints belong together.
+
+    Raises:
+        ConfigError: one of them was lost or exchanged.
+    """
+    num_cuts = sum(lineage.contains(b, s) for b, s in history.cuts)
+    if num_cuts and not num_candidates:
+        raise ConfigError(
+            f"the log holds {num_cuts} cuts of branch {lineage.branch}, but {uri} holds no whole "
+            "full checkpoint to train them from. Restore the folder, or start under another name."
+        )
+    if num_candidates and not history.checkpoints:
+        raise ConfigError(
+            f"{uri} holds checkpoints, but the log knows none of them: it was removed or is "
+            "another. Restore the log, or start under another name."
+        )

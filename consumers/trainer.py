@@ -1,0 +1,171 @@
+"""The trainer: takes its lease, chooses the branch, goes on from the newest checkpoint, trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..schemas.events import now_ms
+from ..streams.lineage import Lineage
+from ..streams.process import Process
+from ..streams.rows import Rows, open_rows
+from .announcer import Announcer
+from .checkpoints import CheckpointStore
+from .learner import Learner
+from .lease import LeaseKeeper
+from .loop import TrainingLoop
+from .peers import Peers
+from .recorded import choose_branch, read_history
+from .resume import check_fork, check_log, full_checkpoints, load_newest
+from .saving import Saver
+from .settings import SftSource, TrainerSettings
+from .sources.members import BatchRules
+from .sources.online import OnlineSource
+from .sources.rows import RowSource
+from .sources.source import Source
+from .supervised import examples_from_rows
+
+
+def run_trainer(process: Process, settings: TrainerSettings) -> None:
+    """Train until the goal is reached or the process is asked to stop.
+
+    Raises:
+        Fenced: another trainer took the lease. Timeout: nothing came for max_read_timeout, or a
+            living trainer holds the lease. CheckpointFailed: step 0 or the last checkpoint could
+            not be written. ConfigError: names the key.
+    """
+    role = f"{process.topics.namespace}.trainer"
+    timeout_ms = max(30_000, 3 * settings.lease_ms)
+    with LeaseKeeper(process, role, ttl_ms=settings.lease_ms, timeout_ms=timeout_ms) as keeper:
+        with keeper.working():
+            loop = open_loop(process, settings, keeper)
+        try:
+            loop.run()
+        finally:
+            loop.close()
+
+
+def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) -> TrainingLoop:
+    """Choose the branch, load its newest checkpoint or save that of step 0, announce it.
+
+    Raises:
+        ConfigError: a fork without its checkpoint, or a log and a folder that do not belong
+            together. CheckpointFailed: step 0 could not be written.
+    """
+    history = read_history(process.log, process.topics)
+    place = choose_branch(history, settings.resume_from, settings.branch, now_ms())
+    if place.fork is not None:
+        history.add(place.fork)
+    lineage = history.lineage(place.branch)
+    candidates = full_checkpoints(settings.checkpoint_uri, lineage)
+    check_fork(place, candidates)
+    if settings.sft is None:
+        check_log(history, lineage, len(candidates), settings.checkpoint_uri)
+    announcer = Announcer(process.log, process.topics, keeper.lease)
+    if place.fork is not None:
+        announcer.publish("checkpoints", place.fork)
+
+    rows = None if settings.sft is None else _open_rows(settings.sft)
+    total_steps = settings.total_steps or _num_steps(settings, rows)
+    learner = Learner(settings, total_steps=total_steps)
+    base = load_newest(learner, candidates)
+    position = base.meta["position"] if base else None
+    source: Source
+    if settings.sft is not None and rows is not None:
+        source = _row_source(settings, settings.sft, rows, learner, position)
+    else:
+        source = _online_source(process, settings, announcer, lineage, learner, position)
+    store = CheckpointStore(settings.checkpoint_uri, place.branch)
+    store.remove_staged()
+    saver = Saver(
+        settings,
+        store,
+        announcer,
+        keeper,
+        learner,
+        position=source.position,
+        commit=source.commit,
+        announced=history.announced(lineage),
+    )
+    if base is None:
+        saver.after_step(0, is_last=False)
+    else:
+        saver.go_on_from(base.saved)
+    return TrainingLoop(
+        process,
+        settings,
+        keeper,
+        announcer,
+        history,
+        lineage,
+        learner,
+        source,
+        saver,
+        Peers(process.log, process.topics),
+        step=base.saved.manifest.step if base else 0,
+        total_steps=total_steps,
+    )
+
+
+def _online_source(
+    process: Process,
+    settings: TrainerSettings,
+    announcer: Announcer,
+    lineage: Lineage,
+    learner: Learner,
+    position: Mapping[str, Any] | None,
+) -> OnlineSource:
+    rules = BatchRules(
+        batch_groups=settings.batch_groups,
+        max_staleness=settings.max_staleness,
+        source_max_staleness=settings.source_max_staleness,
+        in_number_order=settings.deterministic,
+    )
+    source = OnlineSource(
+        process.log,
+        process.topics,
+        announcer,
+        rules,
+        lineage,
+        lineage.branch,
+        position=position,
+        reader=process.name,
+        check=learner.check,
+    )
+    source.catch_up(settings.max_read_timeout_ms)
+    return source
+
+
+def _open_rows(sft: SftSource) -> Rows:
+    return open_rows("sft", sft.path, split=sft.split, subset=sft.subset_name)
+
+
+def _num_steps(settings: TrainerSettings, rows: Rows | None) -> int | None:
+    """Steps of all epochs of supervised rows; None online, where the scheduler decides."""
+    if rows is None or settings.sft is None:
+        return None
+    return -(-settings.sft.total_epochs * len(rows) // settings.train_batch_size)
+
+
+def _row_source(
+    settings: TrainerSettings,
+    sft: SftSource,
+    rows: Rows,
+    learner: Learner,
+    position: Mapping[str, Any] | None,
+) -> RowSource:
+    def to_example(row: Mapping[str, Any], number: int):
+        (example,) = examples_from_rows(
+            [row], learner.tokenizer, sft, first_row=number, max_tokens=settings.max_sequence_tokens
+        )
+        return example
+
+    return RowSource(
+        rows,
+        to_example,
+        batch_rows=settings.train_batch_size,
+        total_epochs=None if settings.total_steps else sft.total_epochs,
+        seed=settings.seed,
+        shuffle=sft.shuffle,
+        position=position,
+    )
