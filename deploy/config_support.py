@@ -84,6 +84,20 @@ RULES: tuple[Rule, ...] = (
         ReplayBuffer(),
     ),
     *_rules(
+        "buffer.trainer_input.experience_buffer.max_retry_times "
+        "buffer.trainer_input.experience_buffer.max_retry_interval",
+        "rows are read from disk",
+    ),
+    *_rules("buffer.trainer_input.experience_buffer.schema_type", "algorithm_type decides", None),
+    *_rules(
+        "buffer.trainer_input.experience_buffer.data_selector.seed "
+        "buffer.trainer_input.experience_buffer.data_selector.feature_keys "
+        "buffer.trainer_input.experience_buffer.data_selector.kwargs",
+        "the run's seed shuffles the rows",
+        (),
+        {},
+    ),
+    *_rules(
         "buffer.trainer_input.experience_buffer.capacity",
         "the log has no capacity; synchronizer.* bounds what is outstanding",
     ),
