@@ -74,6 +74,26 @@ def decode(value: bytes | None, *expected: type[E]) -> E:
     return event
 
 
+def peek(value: bytes, cls: type[ev.Event], num_fields: int) -> dict[str, Any]:
+    """The first fields of an Avro record of `cls` that may be broken further on; {} if unreadable.
+
+    Nothing is checked but the Avro types: for naming a record that was refused.
+    """
+    found = _schemas().get(value[2:_HEADER_BYTES]) if value[:2] == MARKER else None
+    if found is None or found[0] is not cls:
+        return {}
+    head = {**found[1], "fields": found[1]["fields"][:num_fields]}
+    try:
+        return cast(
+            dict[str, Any],
+            fastavro.schemaless_reader(  # pyright: ignore[reportUnknownMemberType]
+                io.BytesIO(value[_HEADER_BYTES:]), head, None
+            ),
+        )
+    except Exception:  # fastavro's Cython readers raise many kinds on a cut or bad body
+        return {}
+
+
 def _decode_avro(value: bytes) -> ev.Event:
     if len(value) < _HEADER_BYTES or value[:2] != MARKER:
         raise UndecodableRecord(
