@@ -1,4 +1,4 @@
-"""How far ahead a run goes: staleness is bounded, and nothing that is filtered or late stalls it."""
+"""How far ahead a run goes: staleness is bounded, and nothing filtered or late stalls it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """`point`: a process kills itself there. `role`: it is killed from outside, at a random time."""
+    """`point`: a process kills itself there. `role`: it is killed from outside at some time."""
 
     name: str
     point: str = ""
