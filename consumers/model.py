@@ -52,7 +52,10 @@ class PolicyModel:
         )
         self.network = network.to(self.device).train()
         if settings.gradient_checkpointing:
-            self.network.gradient_checkpointing_enable({"use_reentrant": False})
+            # renamed in transformers 5.24; the old name warns there
+            old = self.network.gradient_checkpointing_enable
+            enable = getattr(self.network, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": False})
         self._softcap = getattr(self.network.config, "final_logit_softcapping", None)
         self._static: dict[str, bytes] = {}
         self.num_logits = int(self.network.get_output_embeddings().weight.shape[0])

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from streamrft.consumers.examples import TrainingExample
+from streamrft.consumers.settings import SftSource
+from streamrft.consumers.supervised import examples_from_rows
+from streamrft.schemas.errors import ConfigError, InvalidEvent
+
+SOURCE = SftSource(path="rows.jsonl", prompt_key="question", response_key="answer")
+ROW = {"question": "2+2?", "answer": "4"}
+TURNS = {
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture
+def unmarked(tiny_model_dir: Path) -> Any:
+    """The same template without generation marks, as most models ship it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    template = tokenizer.chat_template.replace("{% generation %}", "")
+    tokenizer.chat_template = template.replace("{% endgeneration %}", "")
+    return tokenizer
+
+
+def texts(example: TrainingExample, tokenizer: Any) -> tuple[str, str]:
+    """The whole text, and what of it is trained."""
+    (s,) = example.sequences
+    return tokenizer.decode(s.tokens), tokenizer.decode(s.tokens[s.loss_mask == 1])
+
+
+def test_only_the_response_and_its_end_are_trained(tokenizer: Any):
+    (example,) = examples_from_rows([ROW], tokenizer, SOURCE)
+    whole = "<|user|>2+2?<|end|><|assistant|>4<|end|>"
+    assert texts(example, tokenizer) == (whole, "4<|end|>")
+
+
+def test_every_assistant_turn_is_trained(tokenizer: Any):
+    (example,) = examples_from_rows([TURNS], tokenizer, SOURCE)
+    assert texts(example, tokenizer)[1] == "yo<|end|>4<|end|>"
+
+
+@pytest.mark.parametrize("row", [ROW, TURNS])
+def test_a_template_without_marks_gives_the_same_masks(tokenizer: Any, unmarked: Any, row: dict):
+    (marked,) = examples_from_rows([row], tokenizer, SOURCE)
+    (plain,) = examples_from_rows([row], unmarked, SOURCE)
+    (a,), (b,) = marked.sequences, plain.sequences
+    assert a.tokens.tolist() == b.tokens.tolist() and a.loss_mask.tolist() == b.loss_mask.tolist()
+
+
+def test_a_template_that_rewrites_history_is_refused_by_row(unmarked: Any):
+    unmarked.chat_template = (
+        "{{- messages | length ~ ':' -}}"
+        "{%- for m in messages -%}{{- m['role'] + m['content'] -}}{%- endfor -%}"
+    )
+    with pytest.raises(InvalidEvent, match="row 7: the chat template renders"):
+        examples_from_rows([TURNS], unmarked, SOURCE, first_row=7)
+
+
+def test_a_system_prompt_stands_first(tokenizer: Any):
+    source = SftSource(
+        path="x", prompt_key="question", response_key="answer", system_prompt="Be brief."
+    )
+    (example,) = examples_from_rows([ROW], tokenizer, source)
+    assert texts(example, tokenizer)[0].startswith("<|system|>Be brief.<|end|><|user|>")
+
+
+def test_rows_are_numbered_and_cut_at_the_limit(tokenizer: Any):
+    first, second = examples_from_rows([ROW, ROW], tokenizer, SOURCE, first_row=5, max_tokens=8)
+    assert (first.trajectory_id, second.number) == ("sft.5:0:row", 6)
+    assert first.num_tokens == 8 and first.group_slot_index == -1
+
+
+def test_without_a_template_prompt_and_response_are_joined(tiny_model_dir: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = None
+    (example,) = examples_from_rows([ROW], tokenizer, SOURCE)
+    assert texts(example, tokenizer) == ("2+2?4<|end|>", "4<|end|>")
+
+
+def test_a_row_without_its_keys_names_them(tokenizer: Any):
+    with pytest.raises(ConfigError, match="row 3: no 'answer' among question"):
+        examples_from_rows([{"question": "?"}], tokenizer, SOURCE, first_row=3)
