@@ -85,6 +85,7 @@ class Run:
 
     config_path: Path
     job_dir: Path
+    namespace: str
     log_url: str
     stages: tuple[Stage, ...]
     warnings: tuple[str, ...]
@@ -152,7 +153,7 @@ def plan(config_path: str | Path, plugin_dirs: tuple[str, ...] = ()) -> Run:
                 f"stages[{part.name}]: {error}" if part.name else str(error)
             ) from None
     url = config.event_log.url or f"sqlite:///{job_dir / 'log.db'}"
-    return Run(loaded.path, job_dir, url, tuple(stages), loaded.warnings, dirs)
+    return Run(loaded.path, job_dir, _namespace(config), url, tuple(stages), loaded.warnings, dirs)
 
 
 def starting_from(stage: Stage, model_path: str) -> Stage:
@@ -169,8 +170,7 @@ def sqlite_path(url: str) -> Path | None:
 
 def _stage(part: StageConfig, job_dir: Path, dirs: tuple[str, ...], before: Stage | None) -> Stage:
     config = part.config
-    own = (config.project, *filter(None, (config.group,)), config.name)
-    prefix = config.ray_namespace or ".".join(own)
+    own, prefix = _own_names(config), _namespace(config)
     storage = "/".join((config.storage.uri.rstrip("/"), *own)) if config.storage.uri else None
     folder = job_dir / part.name if part.name else job_dir
     storage_uri = storage or str(job_dir)
@@ -187,6 +187,14 @@ def _stage(part: StageConfig, job_dir: Path, dirs: tuple[str, ...], before: Stag
         trainer=trainer_settings(part, checkpoint_uri, storage_uri) if trains else None,
         after=before,
     )
+
+
+def _own_names(config: Config) -> tuple[str, ...]:
+    return (config.project, *filter(None, (config.group,)), config.name)
+
+
+def _namespace(config: Config) -> str:
+    return config.ray_namespace or ".".join(_own_names(config))
 
 
 def _plugin_dirs_of_environment() -> Mapping[str, None]:

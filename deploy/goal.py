@@ -1,0 +1,114 @@
+"""Whether a stage reached its goal, judged from the log alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..schemas import events as ev
+from ..streams.lineage import Lineage, surviving_branch
+from ..streams.log import Log, Partition
+from .handover import read_all
+from .plan import Stage
+
+S = TypeVar("S", ev.Cut, ev.TrainStep, ev.Checkpoint)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`missing` says what is missing in words; empty when the goal is reached."""
+
+    missing: str = ""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing
+
+
+def judge(log: Log, stage: Stage) -> Verdict:
+    """Whether a stage is done: all steps trained and the last one saved as a full checkpoint.
+
+    An SFT stage that counts epochs cannot be judged before its trainer ended with 0: then the
+    last step on the log is its last.
+    """
+    if stage.trainer is None:
+        return _judge_exploring(log, stage)
+    steps = list(read_all(log, stage.topics, "train_steps"))
+    saved = list(read_all(log, stage.topics, "checkpoints"))
+    branches = [e for e in saved if isinstance(e, ev.Branch)]
+    lineage = Lineage.of(surviving_branch(branches), branches)
+    done = max((s.step for s in _of(lineage, steps, ev.TrainStep)), default=0)
+    cuts = _of(lineage, steps, ev.Cut)
+    full = {c.step for c in _of(lineage, saved, ev.Checkpoint) if c.kind == "full"}
+    wanted = stage.trainer.total_steps
+    if wanted is not None and done < wanted:
+        return Verdict(f"step {done} of {wanted} is the last on the log")
+    if cuts and max(c.step for c in cuts) > done:
+        return Verdict(f"the cut of step {max(c.step for c in cuts)} is not trained")
+    if done not in full:
+        return Verdict(f"step {done} has no full checkpoint on the log")
+    if wanted is None and not stage.is_sft:
+        return _judge_groups(log, stage, lineage, cuts)
+    return Verdict()
+
+
+def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) -> Verdict:
+    """Every published group must be trained or dead."""
+    tasks = list(read_all(log, stage.topics, "tasks"))
+    ended = [e for e in tasks if isinstance(e, ev.Ended) and e.branch == lineage.branch]
+    if not ended:
+        return Verdict("not all tasks are published (no Ended on the log)")
+    ours = {
+        t.group_id for t in tasks if isinstance(t, ev.Task) and lineage.contains(t.branch, t.step)
+    }
+    trained = {ev.group_of(m.trajectory_id) for cut in cuts for m in cut.members}
+    drops = (d for d in read_all(log, stage.topics, "drops") if isinstance(d, ev.Drop))
+    dead = (dead_groups(drops, lineage) & ours) - trained
+    left = ended[-1].num_groups - len(trained) - len(dead)
+    if left > 0:
+        return Verdict(f"{left} of {ended[-1].num_groups} groups are neither trained nor dropped")
+    return Verdict()
+
+
+def dead_groups(drops: Iterable[ev.Drop], lineage: Lineage) -> set[str]:
+    """Groups that emitted nothing, or whose emitted members the trainer all dropped."""
+    dead: set[str] = set()
+    slots: dict[str, set[int]] = {}
+    for drop in drops:
+        if drop.group_experiences == 0:
+            dead.add(drop.group_id)
+        elif drop.where == "trainer" and lineage.contains(drop.branch, drop.step):
+            found = slots.setdefault(drop.group_id, set())
+            found.add(drop.slot)
+            if drop.group_experiences and len(found) >= drop.group_experiences:
+                dead.add(drop.group_id)
+    return dead
+
+
+def _judge_exploring(log: Log, stage: Stage) -> Verdict:
+    """Explore mode: all tasks published, rolled out and joined as far as rewards are there."""
+    tasks, trajectories = stage.topics.name("tasks"), stage.topics.name("trajectories")
+    ended = [e for e in read_all(log, stage.topics, "tasks") if isinstance(e, ev.Ended)]
+    if not ended:
+        return Verdict("not all tasks are published (no Ended on the log)")
+    for name, group in ((tasks, "explorers"), (trajectories, "join")):
+        left = lag(log, name, f"{stage.namespace}.{group}")
+        if left:
+            return Verdict(f"{left} records of {name} are not read by {group}")
+    return Verdict()
+
+
+def lag(log: Log, topic: str, group: str) -> int:
+    """Records between a group's committed positions and the ends."""
+    info = log.describe([topic])[topic]
+    places = [Partition(topic, p) for p in info.end]
+    consumer = log.consumer(group=group)
+    committed = consumer.committed(places)
+    consumer.close()
+    return sum(info.end[p.partition] - committed.get(p, info.begin[p.partition]) for p in places)
+
+
+def _of(lineage: Lineage, events: Iterable[ev.Event], kind: type[S]) -> list[S]:
+    return [e for e in events if isinstance(e, kind) and lineage.contains(e.branch, e.step)]
