@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,19 +79,21 @@ def check_fork(place: Place, candidates: Iterable[tuple[CheckpointStore, Saved]]
         )
 
 
-def check_log(history: History, lineage: Lineage, num_candidates: int, uri: str) -> None:
-    """Log and checkpoints belong together.
+def check_log(history: History, lineage: Lineage, steps: Sequence[int], uri: str) -> None:
+    """Log and checkpoints (`steps` of the full ones) belong together.
+
+    A trainer killed before it announced step 0 leaves a checkpoint of which the log knows nothing.
 
     Raises:
         ConfigError: one of them was lost or exchanged.
     """
     num_cuts = sum(lineage.contains(b, s) for b, s in history.cuts)
-    if num_cuts and not num_candidates:
+    if num_cuts and not steps:
         raise ConfigError(
             f"the log holds {num_cuts} cuts of branch {lineage.branch}, but {uri} holds no whole "
             "full checkpoint to train them from. Restore the folder, or start under another name."
         )
-    if num_candidates and not history.checkpoints:
+    if any(steps) and not history.checkpoints:
         raise ConfigError(
             f"{uri} holds checkpoints, but the log knows none of them: it was removed or is "
             "another. Restore the log, or start under another name."

@@ -60,7 +60,8 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
     check_fork(place, candidates)
     if settings.sft is None:
-        check_log(history, lineage, len(candidates), settings.checkpoint_uri)
+        steps = [saved.manifest.step for _, saved in candidates]
+        check_log(history, lineage, steps, settings.checkpoint_uri)
     announcer = Announcer(process.log, process.topics, keeper.lease)
     if place.fork is not None:
         announcer.publish("checkpoints", place.fork)

@@ -1,0 +1,215 @@
+"""A trainer without the rest of a run: experiences are written straight to the log."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
+from streamrft.schemas import arrays, codec
+from streamrft.schemas import events as ev
+from streamrft.schemas.topics import Topics, key_of
+from streamrft.streams.log import Partition, open_log, topic_specs
+
+E = TypeVar("E", bound=ev.Event)
+TOPICS = Topics("tests.feed", 2)
+GROUP_SIZE = 2
+
+# one process that has imported torch; every trainer is forked from it in a few milliseconds
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["streamrft.consumers.trainer", "safetensors.torch"])
+
+
+def experience(
+    number: int, slot: int = 0, *, version: int = 0, branch: str = "main", **changes: Any
+) -> ev.Experience:
+    """A short scored trajectory; its tokens are a function of (number, slot)."""
+    random = np.random.RandomState([number, slot])
+    group_id = f"rows.{number}"
+    name = ev.trajectory_id(group_id, slot, "a")
+    rewards = [float(np.random.RandomState([number, s]).randint(2)) for s in range(GROUP_SIZE)]
+    rewards[0] = 1.0 - rewards[1]
+    trajectory = ev.Trajectory(
+        trajectory_id=name,
+        group_id=group_id,
+        slot=slot,
+        attempt="a",
+        number=number,
+        producer="test",
+        branch=branch,
+        min_policy_version=version,
+        max_policy_version=version,
+        group_size=GROUP_SIZE,
+        sequences=[_sequence(random, version)],
+        finish_reason="stop",
+        reward_sources={"test": 1.0},
+        produced_at=1,
+    )
+    group = [
+        ev.GroupMember(slot=s, trajectory_id=ev.trajectory_id(group_id, s, "a"), reward=r)
+        for s, r in enumerate(rewards)
+    ]
+    made = ev.Experience(
+        trajectory_id=name,
+        reward_revision=0,
+        group_id=group_id,
+        slot=slot,
+        number=number,
+        branch=branch,
+        min_policy_version=version,
+        max_policy_version=version,
+        num_tokens=8,
+        num_trained_tokens=4,
+        reward=rewards[slot],
+        reward_parts={"test": rewards[slot]},
+        group=group,
+        group_experiences=GROUP_SIZE,
+        trajectory=codec.encode(trajectory),
+        trajectory_partition=0,
+        trajectory_offset=0,
+        produced_at=1,
+    )
+    return ev.Experience(**{f: getattr(made, f) for f in made.__struct_fields__} | changes)
+
+
+def _sequence(random: np.random.RandomState, version: int) -> ev.Sequence:
+    return ev.Sequence(
+        tokens=arrays.pack_ints(random.randint(10, 200, 8)),
+        loss_mask=arrays.pack_mask([0] * 4 + [1] * 4),
+        logprobs=arrays.pack_floats([0.0] * 4 + [-5.5] * 4),
+        policy_versions=arrays.pack_runs([version] * 4),
+    )
+
+
+def group(number: int, **changes: Any) -> list[ev.Experience]:
+    """All members of one group."""
+    return [experience(number, slot, **changes) for slot in range(GROUP_SIZE)]
+
+
+def ended(num_groups: int, branch: str = "main") -> ev.Ended:
+    """No more tasks come."""
+    return ev.Ended(branch=branch, num_groups=num_groups, produced_at=1)
+
+
+@dataclass
+class Feed:
+    """One log and one checkpoint folder under `folder`, and trainers on them."""
+
+    folder: Path
+    model: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log = open_log(self.url)
+        self.log.ensure_topics(topic_specs(TOPICS))
+        self._producer = self.log.producer()
+
+    @property
+    def url(self) -> str:
+        """The log."""
+        return f"sqlite:///{self.folder / 'log.db'}"
+
+    def trainer_settings(self, **changes: Any) -> TrainerSettings:
+        """Two groups a step, a learning rate that changes weights visibly."""
+        base = TrainerSettings(
+            model_path=str(self.model),
+            checkpoint_uri=str(self.folder / "checkpoints"),
+            algorithm=AlgorithmSettings(optimizer=OptimizerSettings(lr=1e-3)),
+            batch_groups=2,
+            deterministic=True,
+            num_threads=1,
+            max_read_timeout_ms=60_000,
+            lease_ms=5_000,
+        )
+        return replace(base, **{**self.settings, **changes})
+
+    def write(self, *events: ev.Event, topic: str = "experiences") -> None:
+        """Append events durably."""
+        for event in events:
+            partition = 0 if isinstance(event, ev.Ended) else None
+            self._producer.send(
+                TOPICS.name(topic),
+                codec.encode(event),
+                key=key_of(event, topic),
+                partition=partition,
+            )
+        self._producer.flush()
+
+    def write_groups(self, numbers: Iterable[int], **changes: Any) -> None:
+        """Append whole groups."""
+        for number in numbers:
+            self.write(*group(number, **changes))
+
+    def start(self, *, kill_at: str = "", **changes: Any) -> Any:
+        """A trainer process; `kill_at` as STREAMRFT_KILL_AT, without its marker file."""
+        marker = self.folder / "killed"
+        environment = {"STREAMRFT_KILL_AT": f"{kill_at}={marker}"} if kill_at else {}
+        process = _SERVER.Process(
+            target=_run, args=(self.url, self.trainer_settings(**changes), environment)
+        )
+        process.start()
+        return process
+
+    def train(self, *, kill_at: str = "", timeout_s: float = 60, **changes: Any) -> int:
+        """Run a trainer to its end; returns the exit code, -9 when it was killed."""
+        process = self.start(kill_at=kill_at, **changes)
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"the trainer did not end in {timeout_s} s")
+        return process.exitcode
+
+    def read(self, topic: str, *kinds: type[E]) -> list[E]:
+        """Events of these kinds on a topic, in order within each partition."""
+        name = TOPICS.name(topic)
+        consumer = self.log.consumer()
+        consumer.assign({Partition(name, p): 0 for p in range(TOPICS.partitions(topic))})
+        events: list[Any] = []
+        while records := consumer.poll(1000):
+            events += [codec.decode(r.value or b"", ev.EVENTS[0], *ev.EVENTS[1:]) for r in records]
+        consumer.close()
+        return [e for e in events if isinstance(e, kinds)]
+
+    @property
+    def cuts(self) -> list[ev.Cut]:
+        """All cuts."""
+        return self.read("train_steps", ev.Cut)
+
+    @property
+    def digests(self) -> dict[tuple[str, int], str]:
+        """Digest of each announced version by branch; asserts that a version has one."""
+        found: dict[tuple[str, int], str] = {}
+        for c in self.read("checkpoints", ev.Checkpoint):
+            assert found.setdefault((c.branch, c.step), c.digest) == c.digest
+        return found
+
+    def close(self) -> None:
+        """Release the log."""
+        self.log.close()
+
+
+def trained_ids(cuts: Iterable[ev.Cut]) -> list[str]:
+    """Trajectories of some cuts, in training order."""
+    return [m.trajectory_id for cut in cuts for m in cut.members]
+
+
+def _run(url: str, settings: TrainerSettings, environment: dict[str, str]) -> None:
+    from streamrft.consumers.trainer import run_trainer
+    from streamrft.streams.process import Process
+
+    os.environ.update(environment)
+    log = open_log(url)
+    process = Process(log, TOPICS, name="trainer", role="trainer")
+    process.stop_on_signals()
+    try:
+        run_trainer(process, settings)
+        process.ended()
+    finally:
+        log.close()
