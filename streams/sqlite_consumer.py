@@ -41,7 +41,7 @@ class SqliteConsumer:
         self._ids: dict[tuple[int, int], Partition] = {}
         self._turn = 0
         self._read_version: tuple[int, int] | None = None
-        self._is_closed = False
+        self.is_closed = False
 
     def is_on(self, store: Store) -> bool:
         """Whether it reads through this connection."""
@@ -207,9 +207,9 @@ class SqliteConsumer:
 
     def close(self) -> None:
         """See `Consumer.close`."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self._membership is not None:
             change = self._membership.look()
             if change is not None and change.lost:
@@ -220,7 +220,7 @@ class SqliteConsumer:
 
     def abandon(self) -> None:
         """Leave the group without a callback."""
-        self._is_closed = True
+        self.is_closed = True
         if self._membership is not None:
             self._membership.leave()
         self._positions.clear()

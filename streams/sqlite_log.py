@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class SqliteLog:
         self._topics = TopicTable(self._store)
         self._roles = Roles(self._store)
         self._upkeep = Upkeep(self._store, options["tombstone_ms"])
-        self._consumers: weakref.WeakSet[SqliteConsumer] = weakref.WeakSet()
+        self._consumers: list[SqliteConsumer] = []
 
     def ensure_topics(self, specs: Iterable[TopicSpec]) -> None:
         """See `Log.ensure_topics`."""
@@ -72,7 +71,7 @@ class SqliteLog:
         consumer = SqliteConsumer(
             self._store, self._topics, group, member, self._limits.session_timeout_ms
         )
-        self._consumers.add(consumer)
+        self._consumers = [c for c in self._consumers if not c.is_closed] + [consumer]
         return consumer
 
     def read_at(self, positions: Sequence[Position]) -> list[Record]:
@@ -118,7 +117,7 @@ class SqliteLog:
 
     def close(self) -> None:
         """See `Log.close`. Groups are left at once, without callbacks."""
-        for consumer in list(self._consumers):
+        for consumer in self._consumers:
             consumer.abandon()
         self._store.close()
 

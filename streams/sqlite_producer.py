@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ..schemas.errors import EventTooLarge, LogError, UnknownTopic
+from ..schemas.errors import EventTooLarge, LogError, LogUnavailable, UnknownTopic
 from ..schemas.events import now_ms
 from ..schemas.topics import partition_for
 from .log import Consumer, Lease, Partition, Position
@@ -82,10 +82,16 @@ class SqliteProducer:
         return self._turn % num_partitions
 
     def flush(self, timeout_ms: int = 30_000) -> list[Position]:
-        """See `Producer.flush`. After LogUnavailable the records are still held: flush again."""
+        """See `Producer.flush`. LogUnavailable keeps the records for another flush, others do not."""
         if self._in_transaction:
             raise LogError("flush inside a transaction: its end makes the records durable")
-        positions = self._write(timeout_ms)
+        try:
+            positions = self._write(timeout_ms)
+        except LogUnavailable:
+            raise
+        except LogError:
+            self._pending.clear()
+            raise
         self._pending.clear()
         return positions
 

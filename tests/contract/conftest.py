@@ -51,7 +51,7 @@ class Place:
 @pytest.fixture(params=ADAPTERS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     assert request.param == "sqlite"
-    place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=600)
+    place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=1_500)
     yield place
     for log in place.opened:
         log.close()

@@ -1,0 +1,279 @@
+"""What the embedded log promises beyond the port: its file, its waits, its members."""
+
+import sqlite3
+import threading
+import time
+
+import pytest
+from log_process import read, wait_for
+
+from streamrft.schemas.errors import (
+    ConfigError,
+    Fenced,
+    LogError,
+    LogUnavailable,
+)
+from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
+
+
+@pytest.fixture
+def group(place):
+    return place.name("group")
+
+
+def append(log, topic, num_records, partition=0):
+    producer = log.producer()
+    for i in range(num_records):
+        producer.send(topic, b"%d" % i, partition=partition)
+    producer.flush()
+
+
+def join(consumer, topic, partitions):
+    consumer.subscribe([topic])
+    wait_for(lambda: consumer.poll(0) is not None and consumer.assignment() == partitions)
+
+
+def test_relative_and_absolute_urls_name_the_file_and_make_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_log("sqlite:///runs/a/log.db").close()
+    open_log(f"sqlite:///{tmp_path}/runs/b/log.db").close()
+    assert (tmp_path / "runs/a/log.db").is_file() and (tmp_path / "runs/b/log.db").is_file()
+
+
+@pytest.mark.parametrize("url", ["sqlite:///", "sqlite://log.db", "sqlite:log.db"])
+def test_url_without_a_path_is_a_configuration_error(url):
+    with pytest.raises(ConfigError, match="write sqlite:///path/log.db"):
+        open_log(url)
+
+
+def test_unknown_option_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="linger.ms.*known are busy_timeout_ms"):
+        open_log(f"sqlite:///{tmp_path}/log.db", Limits(options={"linger.ms": "5"}))
+
+
+def test_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "log.db"
+    path.write_bytes(b"tasks: 1\n" * 1_000)
+    with pytest.raises(LogError, match="is no streamrft log"):
+        open_log(f"sqlite:///{path}")
+    assert path.read_bytes() == b"tasks: 1\n" * 1_000
+
+
+def test_other_programs_database_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "log.db"
+    with sqlite3.connect(path) as db:
+        db.execute("create table theirs(x)")
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(LogError, match="another program's SQLite file"):
+        open_log(f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+def test_log_of_another_version_is_refused(tmp_path):
+    url = f"sqlite:///{tmp_path}/log.db"
+    open_log(url).close()
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.execute("pragma user_version=99")
+    db.close()
+    with pytest.raises(LogError, match="log format 99"):
+        open_log(url)
+
+
+def test_folder_that_cannot_be_made_is_a_log_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(LogError, match="file/log.db: cannot be opened"):
+        open_log(f"sqlite:///{tmp_path}/file/log.db")
+
+
+def test_many_threads_may_create_the_same_file_at_once(tmp_path):
+    errors = []
+
+    def create():
+        try:
+            log = open_log(f"sqlite:///{tmp_path}/log.db")
+            log.ensure_topics([TopicSpec("topic", 4)])
+            append(log, "topic", 1)
+            log.close()
+        except LogError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
+    log = open_log(f"sqlite:///{tmp_path}/log.db")
+    assert log.end_offsets([Partition("topic", 0)]) == {Partition("topic", 0): 8}
+    log.close()
+
+
+def test_records_are_durable_and_in_one_file(log, place):
+    db = sqlite3.connect(place.url.removeprefix("sqlite:///"))
+    assert db.execute("pragma journal_mode").fetchone() == ("wal",)
+    db.close()
+    assert log._store.rows("pragma synchronous") == [(2,)]
+
+
+def test_locked_file_is_retriable_and_the_records_can_be_flushed_again(place, topic):
+    log = place.open(options={"busy_timeout_ms": "50"})
+    db = sqlite3.connect(place.url.removeprefix("sqlite:///"), isolation_level=None)
+    db.execute("begin immediate")
+    producer = log.producer()
+    producer.send(topic, b"v", partition=0)
+    with pytest.raises(LogUnavailable, match="locked by another process for over 0.05 s") as caught:
+        producer.flush(timeout_ms=50)
+    assert caught.value.retriable
+    with pytest.raises(LogUnavailable):
+        log.acquire("role", owner="a", ttl_ms=1_000, timeout_ms=0)
+    db.execute("commit")
+    db.close()
+    assert len(producer.flush()) == 1
+
+
+def test_readers_do_not_wait_for_a_writer(place, log, topic):
+    append(log, topic, 3)
+    db = sqlite3.connect(place.url.removeprefix("sqlite:///"), isolation_level=None)
+    db.execute("begin immediate")
+    consumer = log.consumer()
+    consumer.assign({Partition(topic, 0): 0})
+    assert len(consumer.poll()) == 3
+    db.close()
+
+
+def test_full_disk_is_retriable_and_nothing_is_half_written(log, topic):
+    append(log, topic, 1)
+    producer = log.producer()
+    pages = log._store.rows("pragma page_count")[0][0]
+    log._store.rows(f"pragma max_page_count={pages + 2}")
+    producer.send(topic, b"x" * 2**20, partition=0)
+    with pytest.raises(LogUnavailable, match="the disk is full"):
+        producer.flush()
+    assert log.end_offsets([Partition(topic, 0)]) == {Partition(topic, 0): 1}
+    log._store.rows("pragma max_page_count=1000000")
+    assert [at.offset for at in producer.flush()] == [1]
+
+
+def test_log_belongs_to_the_thread_that_opened_it(log, topic):
+    errors = []
+
+    def use():
+        try:
+            log.end_offsets([Partition(topic, 0)])
+        except LogError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(timeout=10)
+    assert "thread" in errors[0]
+
+
+def test_idle_reader_costs_less_than_a_fiftieth_of_a_core(place, topic, partitions):
+    consumer = place.open().consumer(group=place.name("idle"))
+    join(consumer, topic, partitions)
+    before = time.process_time()
+    assert consumer.poll(timeout_ms=2_000) == []
+    assert time.process_time() - before < 0.04
+
+
+def test_waiting_reader_sees_a_record_within_25_ms(place, topic, partitions):
+    """Median of several: the machine itself may be late once."""
+    consumer = place.open().consumer()
+    consumer.assign(dict.fromkeys(partitions, 0))
+    delays = []
+    for _ in range(9):
+        written = []
+        thread = threading.Thread(target=lambda w=written: append_later(place.url, topic, w))
+        thread.start()
+        assert consumer.poll(timeout_ms=10_000)
+        delays.append(time.monotonic() - written[0] if written else 0.0)
+        thread.join(timeout=10)
+    assert sorted(delays)[4] < 0.025
+
+
+def append_later(url, topic, written):
+    log = open_log(url)
+    producer = log.producer()
+    producer.send(topic, b"v")
+    time.sleep(0.2)
+    producer.flush()
+    written.append(time.monotonic())
+    log.close()
+
+
+def test_poll_of_large_records_is_bounded_in_bytes(log, topic, partitions, monkeypatch):
+    monkeypatch.setattr("streamrft.streams.sqlite_consumer._MAX_POLL_BYTES", 1_000)
+    producer = log.producer()
+    for i in range(12):
+        producer.send(topic, b"%03d" % i * 200, partition=i % 2)
+    producer.flush()
+    consumer = log.consumer()
+    consumer.assign(dict.fromkeys(partitions, 0))
+    sizes, records = [], []
+    while len(records) < 12:
+        found = consumer.poll(timeout_ms=1_000)
+        assert found
+        sizes.append(len(found))
+        records += found
+    assert max(sizes) == 2
+    assert len({r.position for r in records}) == 12
+
+
+def test_closed_log_leaves_its_groups(place, topic, partitions, group):
+    first = place.open()
+    join(first.consumer(group=group), topic, partitions)
+    first.close()
+    began = time.monotonic()
+    join(place.open().consumer(group=group), topic, partitions)
+    assert time.monotonic() - began < place.session_ms / 1000
+
+
+def test_heartbeats_are_not_written_at_every_poll(place, topic, partitions, group):
+    log = place.open(session_timeout_ms=10_000)
+    consumer = log.consumer(group=group)
+    join(consumer, topic, partitions)
+    before = log._store.version()
+    for _ in range(50):
+        consumer.poll(timeout_ms=10)
+    assert log._store.version() == before
+
+
+def test_member_of_the_same_name_replaces_the_older_one(place, topic, group, partitions):
+    older, newer = (place.open().consumer(group=group, member="same") for _ in range(2))
+    older.subscribe([topic])
+    wait_for(lambda: older.poll(timeout_ms=20) == [] and older.assignment() == partitions)
+    newer.subscribe([topic])
+    wait_for(lambda: newer.poll(timeout_ms=20) == [] and newer.assignment() == partitions)
+    with pytest.raises(Fenced):
+        older.commit(dict.fromkeys(partitions, 0))
+    with pytest.raises(Fenced, match="'same'"):
+        wait_for(lambda: older.poll(timeout_ms=20))
+    assert newer.poll() == [] and newer.assignment() == partitions
+
+
+def test_member_asking_for_other_topics_than_its_group_is_refused(place, log, topic, group):
+    other = place.create(log, "other")
+    first, second = (place.open().consumer(group=group) for _ in range(2))
+    first.subscribe([topic])
+    first.poll()
+    second.subscribe([other])
+    with pytest.raises(LogError, match="subscribe to the same topics"):
+        second.poll()
+
+
+def test_commits_keep_a_member_alive_between_polls(place, log, topic, group, partitions):
+    """Long work on what one poll brought: commits show that the member lives."""
+    for p in range(4):
+        append(log, topic, 2, p)
+    busy, other = (place.open(session_timeout_ms=1_000).consumer(group=group) for _ in range(2))
+    busy.subscribe([topic])
+    read(busy, 8)
+    other.subscribe([topic])
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        other.poll(timeout_ms=50)
+        busy.commit({partitions[0]: 1})
+    assert other.assignment() == []
+    busy.commit(busy.positions())
