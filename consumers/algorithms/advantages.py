@@ -126,17 +126,19 @@ class ReturnAdvantage:
 def token_rewards(example: TrainingExample) -> npt.NDArray[np.float64]:
     """Reward of each trained token, summing to the experience's total.
 
-    What spans gave to a token that is not trained, and the rest of the total, goes to the last
-    trained token.
+    A reward on a token that is not trained goes to the trained one before it, or to the first;
+    what spans do not account for goes to the last.
     """
     masks = [s.loss_mask.astype(bool) & (np.arange(len(s.tokens)) > 0) for s in example.sequences]
     trained = np.concatenate(masks)
-    if example.token_rewards is None:
-        rewards = np.zeros(int(trained.sum()))
-    else:
-        rewards = example.token_rewards.astype(np.float64)[trained]
-    if len(rewards):
-        rewards[-1] += example.reward - rewards.sum()
+    num_trained = int(trained.sum())
+    if not num_trained:
+        return np.zeros(0)
+    rewards = np.zeros(num_trained)
+    if example.token_rewards is not None:
+        receiver = np.maximum(np.cumsum(trained) - 1, 0)
+        rewards = np.bincount(receiver, weights=example.token_rewards, minlength=num_trained)
+    rewards[-1] += example.reward - rewards.sum()
     return rewards
 
 

@@ -125,10 +125,17 @@ def test_reinforceplusplus_discounts_towards_earlier_tokens():
     assert values[0] == pytest.approx(expected)
 
 
-def test_reinforceplusplus_gives_spans_their_reward_and_the_rest_to_the_last_token():
-    one = example((1.0,), 0, masks=((0, 1, 1), (0, 1)), token_rewards=[0, 0.25, 0, 0, 0])
-    returns = np.array([1.0, 0.75, 0.75])
-    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+@pytest.mark.parametrize(
+    "token_rewards, returns",
+    [
+        pytest.param([0, 0.25, 0, 0, 0], [1.0, 0.75, 0.75], id="the rest at the end"),
+        pytest.param([0, 0.25, 0.25, 0, 0.5], [1.0, 0.75, 0.5], id="all in spans"),
+        pytest.param([0.5, 0, 0, 0.25, 0.25], [1.0, 0.5, 0.25], id="on untrained tokens"),
+    ],
+)
+def test_reinforceplusplus_credits_the_tokens_of_spans(token_rewards: list, returns: list):
+    one = example((1.0,), 0, masks=((0, 1, 1), (0, 1)), token_rewards=token_rewards)
+    expected = (np.array(returns) - np.mean(returns)) / np.sqrt(np.var(returns, ddof=1) + 1e-8)
     assert advantages("reinforceplusplus", [one])[0] == pytest.approx(expected)
 
 
