@@ -24,6 +24,7 @@ from .join_state import (
     FAILED,
     INVALID,
     LIVE,
+    MAX_DETAIL,
     Group,
     Member,
     Standing,
@@ -114,7 +115,7 @@ class RewardJoin:
             self._open(group, group_size, number)
         outcomes: list[Outcome] = []
         if group.is_open and slot < group.size and slot not in group.holders:
-            member = Member(-1, time_ms, time_ms, INVALID, 1, (), {}, {}, detail)
+            member = Member(-1, time_ms, time_ms, INVALID, 1, (), {}, {}, detail[:MAX_DETAIL])
             group.num_waiting += 1
             self._hold(group, slot, attempt, member)
             self._book.take_early(group, slot, others_may_come=True)

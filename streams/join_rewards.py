@@ -8,6 +8,9 @@ from .join_state import LIVE, Early, Group, Standing
 
 REWARD_COUNTS = ("applied", "duplicate", "late", "orphan", "superseded", "refused", "forwarded")
 
+# keeps the state of a group that somebody floods within one record
+MAX_EARLY = 10_000
+
 
 class RewardBook:
     """Places the rewards of one join and counts what became of them.
@@ -52,6 +55,9 @@ class RewardBook:
         early = Early(reward.trajectory_id, reward.source, keep_until_ms, standing)
         if any(_is_same(early, other) for other in group.early):
             self.counts["duplicate"] += 1
+            return
+        if len(group.early) >= MAX_EARLY:
+            self.counts["refused"] += 1
             return
         group.early.append(early)
         self.num_early += 1

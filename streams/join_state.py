@@ -14,6 +14,7 @@ Spans = tuple[tuple[int, int, int, float], ...]
 
 LIVE, FAILED, INVALID = 0, 1, 2
 NO_TIME = -1
+MAX_DETAIL = 1_000
 
 
 class Standing(msgspec.Struct, array_like=True, gc=False):
@@ -137,7 +138,7 @@ def member_of(trajectory: Trajectory, offset: int) -> Member:
     """What is remembered of a trajectory: where it lies, and the rewards it brought."""
     t, at = trajectory, trajectory.produced_at
     if t.is_failed:
-        return Member(offset, at, None, FAILED, 0, (), {}, {}, t.failure)
+        return Member(offset, at, None, FAILED, 0, (), {}, {}, t.failure[:MAX_DETAIL])
     deadline = None if t.reward_deadline_ms is None else at + t.reward_deadline_ms
     lengths = tuple([len(s.tokens) // 4 for s in t.sequences])
     scores = _standings(t.scores, at)

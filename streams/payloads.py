@@ -6,6 +6,7 @@ import msgspec
 
 from ..schemas import codec
 from ..schemas.events import Sequence, Trajectory
+from .blobs import resolve
 
 _OVERHEAD_BYTES = 1024
 
@@ -31,7 +32,13 @@ class Payload(msgspec.Struct, gc=False):
     def of(
         cls, value: bytes, trajectory: Trajectory, headers: tuple[tuple[str, bytes], ...] = ()
     ) -> Payload:
-        """From a record value and its decoded trajectory, the sequences of a claim resolved."""
+        """From a record value and its decoded trajectory.
+
+        Raises:
+            StorageUnavailable, StorageCorrupt: the tokens lie beside the log and cannot be had.
+        """
+        is_claimed = trajectory.claim is not None
+        trajectory = resolve(trajectory)
         sequences = trajectory.sequences
         return cls(
             value,
@@ -43,7 +50,7 @@ class Payload(msgspec.Struct, gc=False):
             tuple([s.truncated for s in sequences]),
             sum([s.loss_mask.count(1) for s in sequences]),
             trajectory.metrics,
-            sequences if trajectory.claim is not None else None,
+            sequences if is_claimed else None,
         )
 
     @property

@@ -1,0 +1,126 @@
+"""What one batch of a join worker writes, gathered before its transaction, and the state it reads.
+
+Layout of the compacted topic `join_state`, one record a key, partition by partition:
+
+- key = group_id, value = msgpack of `join_state.Group`; a tombstone when the group is forgotten;
+- key = `__counters__`, value = msgpack {name: int}: every count of `RewardJoin.counts` (rewards
+  read and what became of them, trajectories read, repeats, groups closed, amended), dead_letters,
+  experiences and drops written, and the sizes of the open state: open_groups, pending
+  (trajectories without a final state), early (rewards without a final count), remembered, and
+  time_ms, the stream time. Sums over the partitions are the run's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ..schemas import codec
+from ..schemas.errors import LogUnavailable, OffsetOutOfRange
+from ..schemas.events import Event
+from ..schemas.topics import Topics, key_of
+from .log import Log, Partition, Producer
+
+COUNTERS_KEY = b"__counters__"
+_STALLED_S = 30.0
+
+Headers = Iterable[tuple[str, bytes]]
+
+
+class Outgoing(NamedTuple):
+    """One record to be sent; `topic` by its catalogue name."""
+
+    topic: str
+    key: bytes
+    value: bytes | None
+    partition: int | None = None
+    headers: Headers = ()
+    timestamp_ms: int | None = None
+
+
+class Outbox:
+    """Records of one partition's batch, in order. Nothing is sent before `send_all`."""
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+        self.records: list[Outgoing] = []
+
+    def event(self, topic: str, event: Event, *, partition: int | None = None) -> None:
+        """Add an event under its own key."""
+        self.records.append(Outgoing(topic, key_of(event, topic), codec.encode(event), partition))
+
+    def add(self, outgoing: Outgoing) -> None:
+        """Add a record."""
+        self.records.append(outgoing)
+
+    def send_all(self, producer: Producer) -> None:
+        """Hand every record to the producer."""
+        names = {topic: self._topics.name(topic) for topic in {r.topic for r in self.records}}
+        for topic, key, value, partition, headers, timestamp_ms in self.records:
+            producer.send(
+                names[topic],
+                value,
+                key=key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+            )
+
+
+def encode_counters(counters: Mapping[str, int]) -> bytes:
+    """The value under COUNTERS_KEY."""
+    return msgspec.msgpack.encode(dict(counters))
+
+
+def read_state(log: Log, topics: Topics, partition: int) -> tuple[list[bytes], dict[str, int]]:
+    """The last state of every group of one partition, and its counters; both may be empty.
+
+    Raises:
+        LogUnavailable: the end could not be reached; try again.
+    """
+    latest = _read_latest(log, Partition(topics.name("join_state"), partition))
+    counters = latest.pop(COUNTERS_KEY, None)
+    return list(latest.values()), msgspec.msgpack.decode(counters or b"\x80", type=dict[str, int])
+
+
+def read_counters(log: Log, topics: Topics) -> dict[str, int]:
+    """The run's counters: the sum over all partitions (time_ms: the oldest)."""
+    total: dict[str, int] = {}
+    for partition in range(topics.partitions("join_state")):
+        for name, value in read_state(log, topics, partition)[1].items():
+            if name == "time_ms":
+                total[name] = min(total.get(name, value), value)
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _read_latest(log: Log, source: Partition) -> dict[bytes, bytes]:
+    reader = log.consumer()
+    begin = log.describe([source.topic])[source.topic].begin[source.partition]
+    end = log.end_offsets([source])[source]
+    reader.assign({source: begin})
+    latest: dict[bytes, bytes] = {}
+    stalled_at = time.monotonic() + _STALLED_S
+    while reader.positions()[source] < end:
+        try:
+            records = reader.poll(2000, 100)
+        except OffsetOutOfRange:  # compaction moved the first kept record while we read
+            moved = log.describe([source.topic])[source.topic].begin[source.partition]
+            reader.seek(source, moved)
+            continue
+        for record in records:
+            assert record.key is not None, "join_state records have keys"
+            if record.value is None:
+                latest.pop(record.key, None)
+            else:
+                latest[record.key] = record.value
+        if records:
+            stalled_at = time.monotonic() + _STALLED_S
+        elif time.monotonic() > stalled_at:
+            raise LogUnavailable(f"{source.topic}[{source.partition}]: its end is out of reach")
+    reader.close()
+    return latest
