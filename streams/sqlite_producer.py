@@ -82,7 +82,7 @@ class SqliteProducer:
         return self._turn % num_partitions
 
     def flush(self, timeout_ms: int = 30_000) -> list[Position]:
-        """See `Producer.flush`. LogUnavailable keeps the records for another flush, others do not."""
+        """See `Producer.flush`. After LogUnavailable, and only then, flush again."""
         if self._in_transaction:
             raise LogError("flush inside a transaction: its end makes the records durable")
         try:

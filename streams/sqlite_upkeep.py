@@ -51,16 +51,20 @@ class Upkeep:
     def _expire(self, topic_id: int, oldest_ms: int) -> bool:
         """Delete records before the first that is young enough; whether some are left."""
         is_more = False
-        for partition, first, kept in self._store.rows(
-            "select partition, first_offset, coalesce((select offset from records r "
-            "where r.topic_id=p.topic_id and r.partition=p.partition and timestamp_ms>=? "
-            "order by offset limit 1), next_offset) from partitions p where topic_id=?",
-            (oldest_ms, topic_id),
+        for partition, first, end in self._store.rows(
+            "select partition, first_offset, next_offset from partitions where topic_id=?",
+            (topic_id,),
         ):
-            stop = min(kept, first + _BATCH)
-            is_more |= stop < kept
-            if stop > first:
-                self._delete_before(topic_id, partition, stop)
+            stop = min(end, first + _BATCH)
+            young = self._store.rows(
+                "select offset from records where topic_id=? and partition=? and offset>=? "
+                "and offset<? and timestamp_ms>=? order by offset limit 1",
+                (topic_id, partition, first, stop, oldest_ms),
+            )
+            kept = young[0][0] if young else stop
+            is_more |= not young and stop < end
+            if kept > first:
+                self._delete_before(topic_id, partition, kept)
         return is_more
 
     def _delete_before(self, topic_id: int, partition: int, offset: int) -> None:
