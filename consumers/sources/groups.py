@@ -97,19 +97,21 @@ class GroupAssembly:
         self._unjudged.append(member)
         return True
 
-    def on_unreadable(self, group_id: str, number: int, partition: int, offset: int) -> bool:
+    def on_unreadable(
+        self, group_id: str, number: int, name: str, partition: int, offset: int
+    ) -> bool:
         """Take the place of a record that is no experience, so that its group can go on.
 
-        Returns False when the place has its final state already.
+        `name` is its trajectory_id, or anything that is no other's. False when it is known.
         """
         if not self.offsets[partition].read(offset):
             return False
         self.offsets[partition].finish(offset)
         group = self._open_group(group_id, number)
-        if group is not None:
-            group.gone.add(f"{partition}@{offset}")
+        if group is not None and name not in group.members:
+            group.gone.add(name)
             self._close_if_dead(group)
-        return True
+        return group is not None
 
     def on_drop(self, drop: Drop) -> None:
         """Take one record of `drops`: a dead group, or what a trainer dropped on this lineage."""
@@ -136,11 +138,10 @@ class GroupAssembly:
         if steps_done != self._judged_at:
             members = [m for g in self._groups.values() for m in g.members.values()]
         self._unjudged, self._judged_at = [], steps_done
-        drops = [d for m in members if (d := self._verdict(m, steps_done, now_ms)) is not None]
-        for drop in drops:
-            group = self._groups[drop.group_id]
-            self._lose(group, drop.trajectory_id, drop)
-            self._close_if_dead(group)
+        drops: list[Drop] = []
+        for m in members:
+            if (drop := self._verdict(m, steps_done, now_ms)) is not None:
+                drops += self._apply(m, drop, steps_done, now_ms)
         return drops
 
     def drop(
@@ -250,10 +251,10 @@ class GroupAssembly:
         group = self._groups.get(m.group_id)
         if group is None or m.trajectory_id not in group.members:
             return None
-        if not self.lineage.contains(m.branch, m.max_policy_version):
+        if group.was_off_lineage or not self.lineage.contains(m.branch, m.max_policy_version):
             detail = (
-                f"written by policy_version {m.max_policy_version} of branch {m.branch}, which is "
-                f"not part of branch {self.branch}"
+                f"the group has tokens that are no part of branch {self.branch}; this one was "
+                f"written by policy_version {m.max_policy_version} of {m.branch}"
             )
             return self.drop(m, "off_lineage", detail, steps_done, now_ms)
         limit = self.rules.limit(m.sources)
@@ -265,6 +266,19 @@ class GroupAssembly:
             f"{steps_done}; max_staleness is {limit}"
         )
         return self.drop(m, "stale", detail, steps_done, now_ms)
+
+    def _apply(self, m: Member, drop: Drop, steps_done: int, now_ms: int) -> list[Drop]:
+        """Lose one member; a group is off lineage as a whole, since its row comes again."""
+        group = self._groups[m.group_id]
+        self._lose(group, m.trajectory_id, drop)
+        drops = [drop]
+        for other in list(group.members.values()) if group.was_off_lineage else ():
+            again = self._verdict(other, steps_done, now_ms)
+            assert again is not None
+            self._lose(group, other.trajectory_id, again)
+            drops.append(again)
+        self._close_if_dead(group)
+        return drops
 
     def _finish(self, member: Member) -> None:
         self.offsets[member.partition].finish(member.offset)

@@ -26,6 +26,8 @@ MAX_POLL_RECORDS = 100
 MAX_POLLS = 50
 NUM_BATCHES_AHEAD = 4
 
+_NUM_NAMING_FIELDS = 15  # of an Experience, trajectory_id to group_experiences
+
 
 class OnlineSource:
     """Tail of one run's experiences for the trainer that holds the lease. See `Source`."""
@@ -196,9 +198,7 @@ class OnlineSource:
         try:
             experience = codec.decode(record.value or b"", Experience)
         except (UndecodableRecord, InvalidEvent) as error:
-            group_id = (record.key or b"").decode(errors="replace")
-            if self.groups.on_unreadable(group_id, _number_of(group_id), *place):
-                self._announcer.dead_letter(record, str(error), self._reader)
+            self._take_unreadable(record, str(error))
             return
         try:
             codec.decode(experience.trajectory, Trajectory)
@@ -209,6 +209,31 @@ class OnlineSource:
             return
         if self.groups.on_experience(experience, *place):
             self.payloads.keep(record)
+
+    def _take_unreadable(self, record: Record, error: str) -> None:
+        """A dead letter; also a drop when the broken record still says which experience it was."""
+        known = codec.peek(record.value or b"", Experience, _NUM_NAMING_FIELDS)
+        group_id = known.get("group_id") or (record.key or b"").decode(errors="replace")
+        number = known.get("number", _number_of(group_id))
+        name = known.get("trajectory_id") or f"{record.partition}@{record.offset}"
+        if not self.groups.on_unreadable(group_id, number, name, record.partition, record.offset):
+            return
+        self._announcer.dead_letter(record, error, self._reader)
+        if known:
+            drop = Drop(
+                trajectory_id=name,
+                group_id=group_id,
+                slot=known["slot"],
+                number=number,
+                reason="invalid",
+                detail=error,
+                where="trainer",
+                branch=self.groups.branch,
+                step=self._steps_done,
+                group_experiences=known["group_experiences"],
+                produced_at=now_ms(),
+            )
+            self._drop([drop])
 
     def _drop(self, drops: Sequence[Drop]) -> None:
         if drops:
