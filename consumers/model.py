@@ -47,8 +47,9 @@ class PolicyModel:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(settings.model_path)
         if settings.chat_template is not None:
             self.tokenizer.chat_template = settings.chat_template
+        # transformers takes scaled dot-product attention where the model has it
         network: Any = AutoModelForCausalLM.from_pretrained(
-            settings.model_path, dtype=torch.float32, attn_implementation="sdpa"
+            settings.model_path, dtype=torch.float32
         )
         self.network = network.to(self.device).train()
         if settings.gradient_checkpointing:

@@ -137,7 +137,7 @@ def token_rewards(example: TrainingExample) -> npt.NDArray[np.float64]:
     rewards = np.zeros(num_trained)
     if example.token_rewards is not None:
         receiver = np.maximum(np.cumsum(trained) - 1, 0)
-        rewards = np.bincount(receiver, weights=example.token_rewards, minlength=num_trained)
+        np.add.at(rewards, receiver, example.token_rewards)
     rewards[-1] += example.reward - rewards.sum()
     return rewards
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -210,6 +212,11 @@ def test_algorithms_have_their_defaults():
     assert ALGORITHMS["dapo"].repeat_times == 16 and ALGORITHMS["grpo"].repeat_times == 2
     for name in ALGORITHMS:
         assert algorithm(name)
+
+
+def test_the_catalogue_is_read_without_torch():
+    program = "import sys, streamrft.consumers.algorithms; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 def test_only_losses_without_other_terms_let_zero_advantages_be_skipped():
