@@ -95,6 +95,7 @@ class _Supervisor:
         self._signal = 0
         self._steps_seen = -1
         self._lease: Lease | None = None
+        self._process: Process | None = None
         self._renewed = self._shown_at = self._judged_at = self._trained_at = 0.0
 
     def run(self, only_stage: str | None) -> int:
@@ -115,6 +116,8 @@ class _Supervisor:
         finally:
             kill_all(self._children)
             self._screen.end()
+            if self._process is not None:
+                self._process.ended()
             if self._lease is not None:
                 self._log.release(self._lease)
         return 0
@@ -146,7 +149,6 @@ class _Supervisor:
         while not self._has_ended(stage):
             self._turn(stage)
         stop_in_order(self._children, _STOP_ORDER, _GRACE_S)
-        self._process.ended()
         verdict = judge(self._log, stage)
         self._screen.refresh(self._children)
         self._screen.end()
@@ -160,9 +162,7 @@ class _Supervisor:
         ]
         self._steps_seen, self._trained_at = -1, 0.0
         self._screen.begin(self._log, stage)
-        self._process = Process(
-            self._log, stage.topics, name=f"supervisor-{os.getpid()}", role="supervisor"
-        )
+        self._process = Process(self._log, stage.topics, name="supervisor", role="supervisor")
         for child in self._children:
             child.start(command_of(self._run, stage, child.spec), environment_of(stage, child.spec))
         faults.reach("supervisor.started")
@@ -176,6 +176,7 @@ class _Supervisor:
         now = time.monotonic()
         self._check_signal()
         self._renew()
+        assert self._process is not None
         self._process.alive({"restarts": float(sum(c.num_restarts for c in self._children))})
         for child in self._children:
             code = child.ended()
