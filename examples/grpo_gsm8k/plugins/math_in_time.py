@@ -5,7 +5,7 @@ from streamrft.producers.rewards import REWARDS, AccuracyReward
 
 @REWARDS.register("math_in_time")
 class MathInTime:
-    """accuracy: 1 for a right final answer; finished: 0.1 for an answer within max_response_tokens."""
+    """accuracy: 1 for a right final answer; finished: 0.1 for ending within the token limit."""
 
     def __init__(self):
         self.accuracy = AccuracyReward()
