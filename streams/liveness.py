@@ -53,3 +53,5 @@ def is_dead(identity: Identity) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+    except psutil.AccessDenied:
+        return False  # another user's, so it is there

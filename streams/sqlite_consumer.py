@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..schemas.errors import LogError, OffsetOutOfRange, UnknownTopic
+from ..schemas.errors import LogError, OffsetOutOfRange
 from .log import Partition, Record
 from .sqlite_group import Membership
 from .sqlite_records import read_run
@@ -112,6 +112,8 @@ class SqliteConsumer:
 
     def poll(self, max_records: int = 500, timeout_ms: int = 0) -> list[Record]:
         """See `Consumer.poll`."""
+        if self.is_closed:
+            raise LogError("poll: this consumer is closed; open another")
         deadline = time.monotonic() + timeout_ms / 1000
         wait_s = _FIRST_WAIT_S
         while True:
@@ -151,14 +153,10 @@ class SqliteConsumer:
     def _ready(self, max_records: int) -> list[tuple[tuple[int, int], Partition, int, int]]:
         """Partitions with something to read, those with the least first, in turn when too many."""
         ready = []
-        topic_ids = sorted({topic_id for topic_id, _ in self._ids})
-        bounds = self._topics.bounds(topic_ids) if topic_ids else {}
+        bounds = self._topics.bounds(self._ids)
         for place, partition in self._ids.items():
             at = self._positions[partition]
-            if place not in bounds:
-                self._topics.forget(partition.topic)
-                raise UnknownTopic(f"{partition.topic}: was removed while it was read")
-            begin, end = bounds[place]
+            begin, end = bounds[partition]
             if not begin <= at <= end:
                 raise OffsetOutOfRange(
                     f"{partition.topic}[{partition.partition}]@{at}: the log keeps {begin} to "
@@ -209,14 +207,13 @@ class SqliteConsumer:
         """See `Consumer.close`."""
         if self.is_closed:
             return
-        self.is_closed = True
-        if self._membership is not None:
-            change = self._membership.look()
-            if change is not None and change.lost:
-                self._give_back(change.lost)
-            if self._positions and self._on_revoke is not None:
-                self._on_revoke(self.assignment())
-        self.abandon()
+        try:
+            if self._membership is not None:
+                self._give_back(self._membership.lost())
+                if self._positions and self._on_revoke is not None:
+                    self._on_revoke(self.assignment())
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Leave the group without a callback."""
@@ -229,8 +226,7 @@ class SqliteConsumer:
     def _follow_group(self, membership: Membership) -> None:
         change = membership.look()
         while change is not None and any(change):
-            if change.lost:
-                self._give_back(change.lost)
+            self._give_back(change.lost)
             if change.leaving:
                 if self._on_revoke is not None:
                     self._on_revoke(self._partitions(change.leaving))
@@ -241,6 +237,9 @@ class SqliteConsumer:
             change = membership.look()
 
     def _give_back(self, shares: list[int]) -> None:
+        """Forget shares whose lease was lost; a commit in the callback is fenced."""
+        if not shares:
+            return
         partitions = self._partitions(shares)
         self._drop(partitions)
         if self._on_revoke is not None:
@@ -252,10 +251,10 @@ class SqliteConsumer:
         if not partitions:
             return
         ids = self._topics.ids(partitions)
-        bounds = self._topics.bounds(sorted({topic_id for topic_id, _ in ids}))
+        bounds = self._topics.bounds(ids)
         stored = self.committed(partitions)
-        for place, partition in ids.items():
-            self._positions[partition] = stored.get(partition, bounds[place][0])
+        for partition, (begin, _) in bounds.items():
+            self._positions[partition] = stored.get(partition, begin)
         self._ids.update(ids)
         self._read_version = None
         if self._on_assign is not None:

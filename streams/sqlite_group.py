@@ -119,11 +119,19 @@ class Membership:
             return Change(self._forget(self.shares), [], False)
         return self._change(shares)
 
+    def lost(self) -> list[int]:
+        """Shares that went to others unnoticed; they are no longer held after this call."""
+        with self._store.reading() as db:
+            return self._lose(self._shares(db))
+
+    def _lose(self, shares: list[Share]) -> list[int]:
+        held = {(s.share, s.epoch) for s in shares if s.owner == self._member_id}
+        return self._forget([s for s, epoch in self._epochs.items() if (s, epoch) not in held])
+
     def _change(self, shares: list[Share]) -> Change:
         me = self._member_id
+        lost = self._lose(shares)
         mine = {s.share: s for s in shares if s.owner == me}
-        lost = [s for s, epoch in self._epochs.items() if s not in mine or mine[s].epoch != epoch]
-        self._forget(lost)
         leaving = [s for s in self.shares if mine[s].successor != me]
         is_offered = any(s.owner is None and s.successor == me for s in shares)
         return Change(lost, leaving, is_offered)

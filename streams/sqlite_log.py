@@ -80,23 +80,24 @@ class SqliteLog:
 
     def end_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """See `Log.end_offsets`."""
-        ids = self._topics.ids(partitions)
-        bounds = self._topics.bounds(sorted({topic_id for topic_id, _ in ids}))
-        return {partition: bounds[place][1] for place, partition in ids.items()}
+        bounds = self._topics.bounds(self._topics.ids(partitions))
+        return {partition: end for partition, (_, end) in bounds.items()}
 
     def offsets_at(
         self, partitions: Iterable[Partition], timestamp_ms: int
     ) -> dict[Partition, int]:
         """See `Log.offsets_at`."""
+        ids = self._topics.ids(partitions)
         found: dict[Partition, int] = {}
-        for place, partition in self._topics.ids(partitions).items():
-            rows = self._store.rows(
-                "select offset from records where topic_id=? and partition=? and timestamp_ms>=? "
-                "union all select next_offset from partitions where topic_id=? and partition=? "
-                "order by offset limit 1",
-                (*place, timestamp_ms, *place),
-            )
-            found[partition] = rows[0][0]
+        with self._store.reading() as db:
+            bounds = self._topics.bounds(ids)
+            for place, partition in ids.items():
+                row = db.execute(
+                    "select offset from records where topic_id=? and partition=? "
+                    "and timestamp_ms>=? order by offset limit 1",
+                    (*place, timestamp_ms),
+                ).fetchone()
+                found[partition] = row[0] if row else bounds[partition][1]
         return found
 
     def acquire(self, role: str, *, owner: str, ttl_ms: int, timeout_ms: int) -> Lease:

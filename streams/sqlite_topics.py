@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..schemas.errors import LogError, UnknownTopic
@@ -49,14 +49,23 @@ class TopicTable:
             found[topic.topic_id, partition] = Partition(name, partition)
         return found
 
-    def bounds(self, topic_ids: Sequence[int]) -> dict[tuple[int, int], tuple[int, int]]:
-        """First kept and next offset of all partitions of the topics, by (topic_id, partition)."""
+    def bounds(self, ids: Mapping[tuple[int, int], Partition]) -> dict[Partition, tuple[int, int]]:
+        """First kept and next offset of partitions as `ids` gave them. Raises UnknownTopic."""
+        topic_ids = sorted({topic_id for topic_id, _ in ids})
         rows = self._store.rows(
             "select topic_id, partition, first_offset, next_offset from partitions "
             f"where topic_id in ({', '.join('?' * len(topic_ids))})",
             topic_ids,
         )
-        return {(topic_id, partition): (begin, end) for topic_id, partition, begin, end in rows}
+        found = {
+            ids[topic_id, partition]: (begin, end)
+            for topic_id, partition, begin, end in rows
+            if (topic_id, partition) in ids
+        }
+        for name, _ in ids.values() if len(found) < len(ids) else ():
+            self.forget(name)
+            self.get(name)
+        return found
 
     def forget(self, name: str) -> None:
         """Ask the file again next time: the topic turned out to be gone."""
@@ -92,16 +101,15 @@ class TopicTable:
                     "select name from topics where name is not null order by name"
                 )
             ]
-        topics = {name: self._look_up(name) for name in names}
-        bounds = self.bounds([topic.topic_id for topic in topics.values()])
-        return {
-            name: TopicInfo(
-                topic.spec,
-                {p: bounds[topic.topic_id, p][0] for p in range(topic.spec.num_partitions)},
-                {p: bounds[topic.topic_id, p][1] for p in range(topic.spec.num_partitions)},
-            )
-            for name, topic in topics.items()
-        }
+        return {name: self._describe(name) for name in names}
+
+    def _describe(self, name: str) -> TopicInfo:
+        with self._store.reading():
+            spec = self._look_up(name).spec
+            ids = self.ids(Partition(name, p) for p in range(spec.num_partitions))
+            bounds = self.bounds(ids)
+        begin = {p.partition: at for p, (at, _) in bounds.items()}
+        return TopicInfo(spec, begin, {p.partition: at for p, (_, at) in bounds.items()})
 
     def delete(self, name: str) -> None:
         """Remove the topic at once, then its records in batches; a killed removal is taken up."""

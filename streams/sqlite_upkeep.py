@@ -14,6 +14,7 @@ from .sqlite_topics import Topic
 DEFAULT_TOMBSTONE_MS = 24 * 3_600_000
 _BATCH = 1_000  # records of one partition in one transaction: about 10 ms of the write lock
 _LONGEST_INTERVAL_MS = 60_000
+_PATIENCE_MS = 100
 
 
 class Upkeep:
@@ -68,7 +69,7 @@ class Upkeep:
         return is_more
 
     def _delete_before(self, topic_id: int, partition: int, offset: int) -> None:
-        with self._store.writing() as db:
+        with self._store.writing(_PATIENCE_MS) as db:
             db.execute(
                 "delete from records where topic_id=? and partition=? and offset<?",
                 (topic_id, partition, offset),
@@ -92,7 +93,7 @@ class Upkeep:
             (topic_id, _BATCH),
         )
         for partition, _ in dirty:
-            with self._store.writing() as db:
+            with self._store.writing(_PATIENCE_MS) as db:
                 self._compact_batch(db, (topic_id, partition))
         if not any(num_dirty >= 2 * _BATCH for _, num_dirty in dirty):
             self._num_appended[topic_id] = 0
@@ -139,7 +140,7 @@ class Upkeep:
         )
         if not old:
             return
-        with self._store.writing() as db:
+        with self._store.writing(_PATIENCE_MS) as db:
             db.executemany(
                 "delete from latest where topic_id=? and partition=? and key=? and offset=?", old
             )

@@ -140,6 +140,19 @@ def test_revoked_member_still_commits_in_its_callback(place, log, topic, group):
     assert all(second.positions()[p] == 2 for p in second.assignment())
 
 
+def test_member_commits_in_its_callback_when_it_closes(log, topic, group):
+    append(log, topic, 8)
+    consumer = log.consumer(group=group)
+    consumer.subscribe([topic], on_revoke=lambda _: consumer.commit(consumer.positions()))
+    read(consumer, 8)
+    before = consumer.positions()
+    consumer.close()
+    consumer.close()
+    assert log.consumer(group=group).committed(before) == before
+    with pytest.raises(LogError, match="closed"):
+        consumer.poll()
+
+
 def test_member_that_closes_hands_over_at_once(place, log, topic, group, partitions):
     consumers = [place.open().consumer(group=group) for _ in range(2)]
     for consumer in consumers:

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from log_process import read
+from log_process import read, wait_for
 
 from streamrft.schemas.errors import LogError, OffsetOutOfRange, UnknownTopic
 from streamrft.schemas.events import now_ms
@@ -146,6 +146,15 @@ def test_end_offsets_lie_one_past_the_last_record(log, topic, partitions):
     append(log, topic, [b"v"] * 3, partition=2)
     ends = log.end_offsets(partitions)
     assert ends == dict.fromkeys(partitions, 0) | {partitions[2]: 3}
+
+
+def test_removed_topic_is_unknown_to_those_who_knew_it(place, log, topic, reader, partitions):
+    assert reader.poll() == []
+    place.open().delete_topic(topic)
+    with pytest.raises(UnknownTopic):
+        log.end_offsets(partitions)
+    with pytest.raises(UnknownTopic):
+        wait_for(lambda: reader.poll(timeout_ms=50))
 
 
 def test_offsets_at_finds_the_first_record_of_a_time_or_the_end(log, topic, partitions):
