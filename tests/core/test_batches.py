@@ -39,6 +39,8 @@ def test_a_plan_is_a_function_of_the_lengths_in_order(lengths: list[int]):
 
 def test_equal_lengths_keep_their_order():
     assert [r.tolist() for r in plan(np.array([5, 7, 5, 5]), 10)] == [[1], [0, 2], [3]]
+    longer, shorter = plan(np.tile([3, 4], 250), 1000)
+    assert longer.tolist() == list(range(1, 500, 2)) and shorter.tolist() == list(range(0, 500, 2))
 
 
 def test_nothing_needs_no_micro_batch():

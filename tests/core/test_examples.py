@@ -79,9 +79,12 @@ def test_an_example_knows_its_place_in_the_whole_group():
 
 
 def test_a_filters_loss_mask_replaces_the_recorded_one_across_sequences():
-    mask = arrays.pack_mask([0, 0, 1, 0, 0])
+    mask = arrays.pack_mask([0, 1, 0, 0, 0])
     example = examples_from_experience(experience(loss_mask=mask), TRAJECTORY)
-    assert [s.loss_mask.tolist() for s in example.sequences] == [[0, 0, 1], [0, 0]]
+    assert [s.loss_mask.tolist() for s in example.sequences] == [[0, 1, 0], [0, 0]]
+    mask = arrays.pack_mask([0, 0, 0, 0, 1])
+    example = examples_from_experience(experience(loss_mask=mask), TRAJECTORY)
+    assert [s.loss_mask.tolist() for s in example.sequences] == [[0, 0, 0], [0, 1]]
     assert example.num_trained_tokens == 1
 
 

@@ -38,13 +38,15 @@ def torch_as_before():
     torch.use_deterministic_algorithms(False)
 
 
-def learner(folder: Path, *, lr: float = 1e-3, **changes: Any) -> Learner:
+def learner(folder: Path, *, lr: float = 1e-3, warmup: int = 0, **changes: Any) -> Learner:
     keys = {"algorithm_type", "kl_loss_fn", "policy_loss_fn", "loss_agg_mode", "entropy_loss_fn"}
     algorithm = {k: changes.pop(k) for k in keys & changes.keys()}
     settings = TrainerSettings(
         model_path=str(folder),
         checkpoint_uri="unused",
-        algorithm=AlgorithmSettings(optimizer=OptimizerSettings(lr=lr), **algorithm),
+        algorithm=AlgorithmSettings(
+            optimizer=OptimizerSettings(lr=lr, lr_warmup_steps=warmup), **algorithm
+        ),
         **changes,
     )
     return Learner(settings, total_steps=None)
@@ -241,6 +243,16 @@ def test_rewarded_tokens_become_likelier_and_others_less(tiny_model_dir: Path):
     for step in range(1, 6):
         one.step(with_logprobs(examples, one.model), step=step)
     assert likelihood(good) > before[0] + 0.5 and likelihood(bad) < before[1] - 0.5
+
+
+@pytest.mark.parametrize("step, rate", [(1, 0.25e-3), (3, 0.75e-3), (9, 1e-3)])
+def test_the_learning_rate_is_that_of_the_step(tiny_model_dir: Path, step: int, rate: float):
+    """The first update of Adam moves a weight by the learning rate, whatever its gradient."""
+    one = learner(tiny_model_dir, warmup=4)
+    before = one.state_dict()["model.embed_tokens.weight"].clone()
+    assert one.step(mixed(), step=step)["actor/lr"] == pytest.approx(rate)
+    moved = (one.state_dict()["model.embed_tokens.weight"] - before).abs().max().item()
+    assert moved == pytest.approx(rate, rel=0.01)
 
 
 def test_sft_learns_a_tiny_set_by_heart(tiny_model_dir: Path):
