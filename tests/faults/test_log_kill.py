@@ -145,3 +145,42 @@ def test_paused_holder_of_a_role_cannot_publish_after_its_successor(url, log):
         assert "now successor does under" in paused.hear("fenced")
         assert len(everything(log)) == before
         log.renew(lease)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_copiers_killed_and_paused_at_random_copy_every_record_once(url, log, seed):
+    randomness = random.Random(seed)
+    log.ensure_topics([TopicSpec("copies", 4)])
+    producer = log.producer()
+    workers = [copier(url, n) for n in range(3)]
+    num_sent = 0
+    try:
+        for _ in range(12):
+            for _ in range(200):
+                producer.send("topic", b"%d" % num_sent, key=b"%d" % num_sent)
+                num_sent += 1
+            producer.flush()
+            i = randomness.randrange(3)
+            if randomness.random() < 0.6:
+                workers[i].__exit__()
+                workers[i] = copier(url, i)
+            else:
+                workers[i].stop()
+                time.sleep(randomness.uniform(0.0, SESSION_MS / 1000 * 1.5))
+                workers[i].cont()
+            time.sleep(randomness.uniform(0.0, 0.2))
+        copies = [Partition("copies", p) for p in range(4)]
+        wait_for(lambda: sum(log.end_offsets(copies).values()) >= num_sent)
+    finally:
+        for worker in workers:
+            worker.__exit__()
+    consumer = log.consumer()
+    consumer.assign(dict.fromkeys(copies, 0))
+    values = [int(r.value or b"") for r in read(consumer, num_sent)]
+    assert sorted(values) == list(range(num_sent))
+
+
+def copier(url, n):
+    worker = Worker(url, SESSION_MS, "copier", "copiers", f"copier-{n}", "topic", "copies")
+    worker.hear("ready")
+    return worker

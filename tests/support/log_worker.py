@@ -58,6 +58,25 @@ def hesitant_member(log: Log, group: str, name: str, topic: str) -> None:
         say(assignment=consumer.assignment())
 
 
+def copier(log: Log, group: str, name: str, source: str, target: str) -> None:
+    """Copy for ever, in transactions; begin anew after a lost lease, as a restart would."""
+    producer = log.producer()
+    say(ready=True)
+    while True:
+        consumer = log.consumer(group=group, member=name)
+        consumer.subscribe([source])
+        try:
+            while True:
+                records = consumer.poll(7, timeout_ms=50)
+                with producer.transaction():
+                    for record in records:
+                        producer.send(target, record.value, key=record.key)
+                    producer.send_positions(consumer, consumer.positions())
+        except Fenced as error:
+            say(fenced=str(error))
+            consumer.close()
+
+
 def holder(log: Log, role: str, owner: str, ttl_ms: str, topic: str) -> None:
     """Take a role; at each line of the parent append under it, and say whether that worked."""
     lease = log.acquire(role, owner=owner, ttl_ms=int(ttl_ms), timeout_ms=30_000)
@@ -97,7 +116,9 @@ def writer(log: Log, topic: str, name: str, side_file: str) -> None:
 def main() -> None:
     url, session_ms, kind, *arguments = sys.argv[1:]
     log = open_log(url, Limits(session_timeout_ms=int(session_ms)))
-    {f.__name__: f for f in (member, hesitant_member, holder, writer)}[kind](log, *arguments)
+    {f.__name__: f for f in (member, hesitant_member, copier, holder, writer)}[kind](
+        log, *arguments
+    )
 
 
 if __name__ == "__main__":
