@@ -40,6 +40,8 @@ def load(path: str | Path) -> Loaded:
     """
     path = Path(path)
     raw = _resolved(path)
+    if isinstance(raw.get("event_log"), str):
+        raw["event_log"] = {"url": raw["event_log"]}
     warnings = _move_aliases(raw)
     stages = _stages(raw)
     for stage in stages:
