@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping
@@ -151,14 +152,15 @@ class Feed:
         marker = self.folder / "killed"
         environment = {"STREAMRFT_KILL_AT": f"{kill_at}={marker}"} if kill_at else {}
         process = _SERVER.Process(
-            target=_run, args=(self.url, self.trainer_settings(**changes), environment)
+            target=_run,
+            args=(self.url, self.trainer_settings(**changes), environment, self.said_at),
         )
         process.start()
         return process
 
-    def train(self, *, kill_at: str = "", timeout_s: float = 60, **changes: Any) -> int:
-        """Run a trainer to its end; returns the exit code, -9 when it was killed."""
-        process = self.start(kill_at=kill_at, **changes)
+    def train(self, *, timeout_s: float = 60, **changes: Any) -> int:
+        """Run a trainer, as `start` does, to its end; the exit code is -9 when it was killed."""
+        process = self.start(**changes)
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
@@ -176,6 +178,16 @@ class Feed:
             events += [codec.decode(r.value or b"", ev.EVENTS[0], *ev.EVENTS[1:]) for r in records]
         consumer.close()
         return [e for e in events if isinstance(e, kinds)]
+
+    @property
+    def said_at(self) -> Path:
+        """Where trainers log to."""
+        return self.folder / "trainer.log"
+
+    @property
+    def said(self) -> str:
+        """What trainers logged, their errors included."""
+        return self.said_at.read_text()
 
     @property
     def cuts(self) -> list[ev.Cut]:
@@ -200,16 +212,20 @@ def trained_ids(cuts: Iterable[ev.Cut]) -> list[str]:
     return [m.trajectory_id for cut in cuts for m in cut.members]
 
 
-def _run(url: str, settings: TrainerSettings, environment: dict[str, str]) -> None:
+def _run(url: str, settings: TrainerSettings, environment: dict[str, str], log_to: Path) -> None:
     from streamrft.consumers.trainer import run_trainer
     from streamrft.streams.process import Process
 
     os.environ.update(environment)
+    logging.basicConfig(filename=log_to, level=logging.INFO)
     log = open_log(url)
     process = Process(log, TOPICS, name="trainer", role="trainer")
     process.stop_on_signals()
     try:
         run_trainer(process, settings)
         process.ended()
+    except Exception:
+        logging.exception("the trainer ends with an error")
+        raise
     finally:
         log.close()
