@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ..schemas.errors import ConfigError
+from ..schemas.events import Branch
 from ..streams.lineage import Lineage
 from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
-from .recorded import History, Place
+from .recorded import History
 from .saving import EXTRA_FILE, OPTIMIZER_FILE
 
 if TYPE_CHECKING:
@@ -63,18 +64,17 @@ def load_newest(
     return None
 
 
-def check_fork(place: Place, candidates: Iterable[tuple[CheckpointStore, Saved]]) -> None:
+def check_fork(fork: Branch, uri: str, history: History) -> None:
     """A fork begins at a full checkpoint of exactly its step.
 
     Raises:
-        ConfigError: there is none; names those that can be resumed from.
+        ConfigError: there is none; names those of the parent that can be resumed from.
     """
-    if place.fork is None:
-        return
-    steps = sorted({saved.manifest.step for _, saved in candidates})
-    if place.fork.step not in steps:
+    found = full_checkpoints(uri, history.lineage(fork.parent))
+    steps = sorted({saved.manifest.step for _, saved in found})
+    if fork.step not in steps:
         raise ConfigError(
-            f"resume_from: global_step_{place.fork.step} of branch {place.fork.parent} is no full "
+            f"resume_from: global_step_{fork.step} of branch {fork.parent} is no full "
             f"checkpoint. Full ones: {', '.join(f'global_step_{s}' for s in steps) or 'none'}."
         )
 

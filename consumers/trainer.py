@@ -55,10 +55,10 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     history = read_history(process.log, process.topics)
     place = choose_branch(history, settings.resume_from, settings.branch, now_ms())
     if place.fork is not None:
+        check_fork(place.fork, settings.checkpoint_uri, history)
         history.add(place.fork)
     lineage = history.lineage(place.branch)
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
-    check_fork(place, candidates)
     if settings.sft is None:
         steps = [saved.manifest.step for _, saved in candidates]
         check_log(history, lineage, steps, settings.checkpoint_uri)
