@@ -70,7 +70,9 @@ class Counting:
         """Read what is new, judge it and keep the fold."""
         trajectories = self._topics.name("trajectories")
         info = self._log.describe([trajectories])[trajectories]
-        joined = self._joined(trajectories)
+        forked = len(self.lineage.segments) > 1
+        finished = {} if forked else self._committed("experiences", "trainer")
+        joined = self._committed("trajectories", "join")
         in_state, rewards = self._join_state()
         self._read("dead_letters", self._on_dead_letter)
         self._read("experiences", self._on_experience)
@@ -81,11 +83,12 @@ class Counting:
         self._read("trajectories", self._on_trajectory)
         self._read("dead_letters", self._on_dead_letter)
         self._save()
-        return self._ledger.balance(joined, in_state, info.begin, rewards)
+        return self._ledger.balance(joined, in_state, info.begin, rewards, finished)
 
-    def _joined(self, trajectories: str) -> dict[int, int]:
-        places = [Partition(trajectories, p) for p in range(self._topics.num_partitions)]
-        consumer = self._log.consumer(group=f"{self._topics.namespace}.join")
+    def _committed(self, topic: str, group: str) -> dict[int, int]:
+        name = self._topics.name(topic)
+        places = [Partition(name, p) for p in range(self._topics.num_partitions)]
+        consumer = self._log.consumer(group=f"{self._topics.namespace}.{group}")
         committed = consumer.committed(places)
         consumer.close()
         return {p.partition: committed.get(p, 0) for p in places}
@@ -139,7 +142,7 @@ class Counting:
 
     def _on_experience(self, record: Record) -> None:
         if (found := _decoded(record, ev.Experience)) is not None:
-            self._ledger.on_experience(found)
+            self._ledger.on_experience(found, record.offset)
 
     def _on_drop(self, record: Record) -> None:
         if (found := _decoded(record, ev.Drop)) is not None:

@@ -24,15 +24,21 @@ STATES = (TRAINED, *ev.DROP_REASONS)
 class Entry(msgspec.Struct, array_like=True, gc=False):
     """What is known of one trajectory that is not settled.
 
+    `offset` and `taken_offset`: of its record and of its experience, -1 before they are read.
     `ends`: final states, such as "trained by main/3" or "stale by trainer", each once. `weak`:
     ends at the very step of a fork, which the branch after it judges again.
     """
 
     partition: int = -1
     offset: int = -1
-    is_experience: bool = False
+    taken_offset: int = -1
     ends: list[str] = []
     weak: list[str] = []
+
+    @property
+    def is_experience(self) -> bool:
+        """Whether its experience was read."""
+        return self.taken_offset >= 0
 
 
 class Books(msgspec.Struct):
@@ -110,7 +116,7 @@ class Ledger:
         """A record of `trajectories` that is no event: only a dead letter tells of it."""
         self.books.unreadable.setdefault(str(at.partition), []).append(at.offset)
 
-    def on_experience(self, experience: ev.Experience) -> None:
+    def on_experience(self, experience: ev.Experience, offset: int) -> None:
         """A record of `experiences`; an amendment changes no state."""
         if experience.reward_revision:
             self.books.num_amended += 1
@@ -119,7 +125,7 @@ class Ledger:
         if entry is None or entry.is_experience:
             self.books.num_repeats += 1
             return
-        entry.is_experience = True
+        entry.taken_offset = offset
         self._settle(experience.trajectory_id, entry)
 
     def on_drop(self, drop: ev.Drop) -> None:
@@ -153,11 +159,14 @@ class Ledger:
         in_state: Collection[str],
         first_kept: Mapping[int, int],
         reward_counts: Mapping[str, int],
+        finished: Mapping[int, int],
     ) -> Balance:
         """Judge the books.
 
         Args:
             joined: the join's committed next offset of each partition of `trajectories`.
+            finished: offset in each partition of `experiences` below which, as the trainer
+                committed, all have their end; nothing where a fork makes it judge again.
             in_state: trajectory ids that the join's open state holds without an end.
             first_kept: first offset that retention left in each partition of `trajectories`.
             reward_counts: rewards by outcome, as the join counted them.
@@ -166,7 +175,7 @@ class Ledger:
         places = {"unjoined": 0, "open": 0, "ready": 0}
         faults = [*self.books.faults, *self._unread(joined)]
         for trajectory_id, entry in self.books.open.items():
-            place = _place_of(trajectory_id, entry, joined, in_state)
+            place = _place_of(trajectory_id, entry, joined, in_state, finished)
             if place in places:
                 places[place] += 1
             elif place in states:
@@ -263,7 +272,11 @@ def _states(entry: Entry) -> list[str]:
 
 
 def _place_of(
-    trajectory_id: str, entry: Entry, joined: Mapping[int, int], in_state: Collection[str]
+    trajectory_id: str,
+    entry: Entry,
+    joined: Mapping[int, int],
+    in_state: Collection[str],
+    finished: Mapping[int, int],
 ) -> str:
     """Where it is pending, its state where that was not certain before, or what is wrong."""
     ends = entry.ends or entry.weak
@@ -279,7 +292,10 @@ def _place_of(
     if ends:
         return state_of(ends[0]) if not entry.ends else f"{ends[0]}, but it is an experience too"
     if entry.is_experience:
-        return "ready"
+        if entry.taken_offset >= finished.get(entry.partition, 0):
+            return "ready"
+        where = f"experiences[{entry.partition}]@{entry.taken_offset}"
+        return f"lost: the trainer is done with it ({where}), no end"
     if entry.offset >= joined.get(entry.partition, 0):
         return "unjoined"
     if trajectory_id in in_state:
