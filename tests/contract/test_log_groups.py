@@ -140,6 +140,25 @@ def test_revoked_member_still_commits_in_its_callback(place, log, topic, group):
     assert all(second.positions()[p] == 2 for p in second.assignment())
 
 
+def test_no_partition_has_two_readers_while_it_moves(place, log, group):
+    topic = place.create(log, "six", 6)
+    first, second, third = (place.open().consumer(group=group) for _ in range(3))
+    first.subscribe([topic])
+    second.subscribe([topic])
+    wait_for(lambda: first.poll() == second.poll() == [] and len(second.assignment()) == 3)
+    third.subscribe([topic])
+    for _ in range(20):
+        third.poll(timeout_ms=10)
+        first.poll(timeout_ms=10)
+        assert not set(second.assignment()) & set(third.assignment())
+    second.commit(dict.fromkeys(second.assignment(), 0))
+    consumers = (first, second, third)
+    wait_for(lambda: [c.poll() for c in consumers] and len(third.assignment()) == 2)
+    assert sorted(p for c in consumers for p in c.assignment()) == [
+        Partition(topic, p) for p in range(6)
+    ]
+
+
 def test_member_commits_in_its_callback_when_it_closes(log, topic, group):
     append(log, topic, 8)
     consumer = log.consumer(group=group)

@@ -134,6 +134,16 @@ def test_tombstone_removes_its_key_and_later_itself(place, compacted):
     assert keys == {b"kept"} | {b"kept.%d" % i for i in range(1_000)}
 
 
+def test_partition_may_end_in_a_hole(place, compacted):
+    log = place.open(options={"tombstone_ms": "0"})
+    producer = log.producer()
+    put(producer, compacted, [(b"k", b"%d" % i) for i in range(999)] + [(b"k", None)])
+    assert sum(log.describe([compacted])[compacted].end.values()) == 1_000
+    assert read_all(log, compacted, 2) == []
+    put(producer, compacted, [(b"k", b"after")])
+    assert [r.offset for r in read_all(log, compacted, 2)] == [1_000]
+
+
 def test_tombstone_is_seen_by_readers_for_a_day(log, compacted):
     producer = log.producer()
     put(producer, compacted, [(b"gone", b"v"), (b"gone", None)])
