@@ -82,7 +82,7 @@ class RewardJoin:
         """
         group = self._group_for(trajectory)
         self.counts["trajectories"] += 1
-        if _is_known(group, trajectory.slot, trajectory.attempt):
+        if group.knows(trajectory.slot, trajectory.attempt):
             self.counts["repeats"] += 1
             return []
         outcomes = self._place(group, trajectory, at)
@@ -108,7 +108,7 @@ class RewardJoin:
         group = self.groups.get(group_id)
         if group is None:
             group = self.groups[group_id] = Group(group_id)
-        if _is_known(group, slot, attempt):
+        if group.knows(slot, attempt):
             self.counts["repeats"] += 1
             return []
         if not group.size and 0 <= slot < group_size:
@@ -121,10 +121,8 @@ class RewardJoin:
             self._book.take_early(group, slot, others_may_come=True)
             outcomes = self._end_early(group, slot)
         else:
-            group.dropped.append(f"{slot}:{attempt}")
+            self._remember(group, slot, attempt, time_ms)
             outcomes = [dropped(group, slot, attempt, "invalid", detail)]
-            if not group.size:
-                group.forget_at_ms = self._horizon(time_ms)
         self._touch(group)
         return outcomes
 
@@ -148,8 +146,6 @@ class RewardJoin:
             outcomes = self._score(group, slot, reward.source, standing)
         elif group.is_closed:
             outcomes = self._count("late" if holder is None else "superseded")
-        elif f"{slot}:{attempt}" in group.dropped:
-            outcomes = self._count("refused" if holder is None else "superseded")
         elif holder is not None and group.members[slot].state != INVALID:
             outcomes = self._count("superseded")
         else:
@@ -234,22 +230,24 @@ class RewardJoin:
         return group
 
     def _place(self, group: Group, trajectory: Trajectory, at: Position) -> list[Outcome]:
-        slot, attempt = trajectory.slot, trajectory.attempt
+        slot = trajectory.slot
         holder = group.holders.get(slot)
         if group.is_closed:
             reason = "late" if holder is None else "superseded"
-            return self._drop_other(group, slot, attempt, reason)
+            return self._drop_other(group, trajectory, reason)
         if not group.size:
-            if trajectory.produced_at < self.time_ms - self.settings.late_horizon_ms:
+            if trajectory.produced_at <= self.time_ms - self.settings.late_horizon_ms:
                 self._close_unopened(group)
-                return self._drop_other(group, slot, attempt, "late")
+                return self._drop_other(group, trajectory, "late")
             self._open(group, trajectory.group_size, trajectory.number)
+        elif trajectory.produced_at <= group.late_until_ms:
+            return self._drop_other(group, trajectory, "late")
         outcomes: list[Outcome] = []
         if holder is not None:
             if group.members[slot].state != INVALID:
-                return self._drop_other(group, slot, attempt, "superseded")
+                return self._drop_other(group, trajectory, "superseded")
             outcomes += self._displace(group, slot)
-        if group.time_ms < 0 and trajectory.group_deadline_ms is not None:
+        if trajectory.group_deadline_ms is not None and not group.has_valid:
             group.fill_by_ms = trajectory.produced_at + trajectory.group_deadline_ms
             group.is_timed = True
         outcomes += self._fill(group, trajectory, at)
@@ -272,6 +270,7 @@ class RewardJoin:
 
     def _open(self, group: Group, size: int, number: int) -> None:
         group.size, group.number, group.forget_at_ms = size, number, None
+        group.late_until_ms = self.time_ms - self.settings.late_horizon_ms
         self.num_open += 1
 
     def _hold(self, group: Group, slot: int, attempt: str, member: Member) -> None:
@@ -305,18 +304,29 @@ class RewardJoin:
         return [ended(group, slot)]
 
     def _drop_other(
-        self, group: Group, slot: int, attempt: str, reason: Literal["late", "superseded"]
+        self, group: Group, trajectory: Trajectory, reason: Literal["late", "superseded"]
     ) -> list[Outcome]:
         """Drop a trajectory that gets no slot."""
-        group.dropped.append(f"{slot}:{attempt}")
+        slot, attempt = trajectory.slot, trajectory.attempt
         if reason == "superseded":
             detail = f"slot {slot} is held by attempt {group.holders[slot]}"
         else:
             detail = f"group closed, or older than {self.settings.late_horizon_ms / 1000:g} s"
+        self._remember(group, slot, attempt, trajectory.produced_at)
         return [dropped(group, slot, attempt, reason, detail)]
+
+    def _remember(self, group: Group, slot: int, attempt: str, time_ms: int) -> None:
+        """Know a dropped id again for as long as its trajectory would not be late by its age."""
+        group.dropped.append(f"{slot}:{attempt}")
+        group.time_ms = max(group.time_ms, time_ms)
+        if not group.is_open:
+            until = group.time_ms + self.settings.late_horizon_ms
+            group.forget_at_ms = max(group.forget_at_ms or 0, until)
 
     def _score(self, group: Group, slot: int, source: str, standing: Standing) -> list[Outcome]:
         if group.is_closed:
+            if standing.event_id in group.seen:
+                return self._count("duplicate")
             self.counts["late"] += 1
             return self._amend(group, [(slot, source, standing)])
         self._book.apply(group, slot, source, standing)
@@ -329,6 +339,12 @@ class RewardJoin:
         outcomes: list[Outcome] = [close_group(group, self.settings, time_ms=self.time_ms)]
         group.is_closed, group.withheld = True, -1
         group.forget_at_ms = self._horizon(group.time_ms)
+        group.seen = [
+            held.event_id
+            for member in group.members.values()
+            for held in member.scores.values()
+            if held.event_id
+        ]
         self._book.orphan_early(group)
         after, group.after = group.after, []
         outcomes += self._amend(
@@ -380,7 +396,3 @@ class RewardJoin:
     def _shared(self, sources: dict[str, float]) -> dict[str, float]:
         """One object for all members with these sources: a run has few kinds, many members."""
         return self._sources.setdefault(tuple(sources.items()), sources)
-
-
-def _is_known(group: Group, slot: int, attempt: str) -> bool:
-    return group.holders.get(slot) == attempt or f"{slot}:{attempt}" in group.dropped

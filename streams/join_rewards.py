@@ -36,6 +36,7 @@ class RewardBook:
                 trajectory_id = f"{group.group_id}:{slot}:{group.holders[slot]}"
                 group.after.append(Early(trajectory_id, source, 0, standing))
             return
+        group.time_ms = max(group.time_ms, standing.time_ms)
         held = member.scores.get(source)
         if held is not None and standing.revision <= held.revision:
             repeats = standing.revision == held.revision
@@ -46,7 +47,6 @@ class RewardBook:
             group.num_waiting -= member.num_missing == 0
         self.counts["superseded" if held is not None and held.event_id else "applied"] += 1
         member.scores[source] = standing
-        group.time_ms = max(group.time_ms, standing.time_ms)
 
     def keep_early(
         self, group: Group, reward: Reward, standing: Standing, keep_until_ms: int

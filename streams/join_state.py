@@ -67,7 +67,10 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     `dropped`: "slot:attempt" of what ended without holding a slot, so that a repeat is one.
     `withheld`: slot of a failed member whose drop waits for the close, -1 for none: it says that
     the group emitted nothing when nobody else is left to say so.
-    `time_ms`: newest time of what counted; `forget_at_ms`: stream time that ends a memory.
+    `seen`: event ids of the rewards that stood at the close, so that a repeat is one.
+    `time_ms`: newest time of its trajectories and counted rewards; `forget_at_ms`: stream time
+    that ends a memory. `late_until_ms`: no trajectory this old may join, since an earlier life of
+    the group, forgotten by now, may have had it.
     """
 
     group_id: str
@@ -84,7 +87,9 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     dropped: list[str] = []
     withheld: int = -1
     is_closed: bool = False
+    seen: list[str] = []
     forget_at_ms: int | None = None
+    late_until_ms: int = NO_TIME
     revision: int = 0
 
     @property
@@ -98,9 +103,18 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         return any(m.state == LIVE for m in self.members.values())
 
     @property
+    def has_valid(self) -> bool:
+        """Whether a trajectory that was not refused holds a slot."""
+        return any(m.state != INVALID for m in self.members.values())
+
+    @property
     def is_complete(self) -> bool:
         """Whether every slot is filled and every living member scored."""
         return self.num_waiting == 0 and len(self.members) == self.size
+
+    def knows(self, slot: int, attempt: str) -> bool:
+        """Whether this attempt came before."""
+        return self.holders.get(slot) == attempt or f"{slot}:{attempt}" in self.dropped
 
     @property
     def num_pending(self) -> int:
