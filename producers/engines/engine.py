@@ -76,6 +76,8 @@ class Engine(Protocol):
 
     policy_version: int
     branch: str
+    max_prompt_tokens: int
+    """Longest prompt that leaves room for one token."""
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Continue each prompt, in order. Blocks until the last row ends.

@@ -45,6 +45,7 @@ class TransformersEngine:
         self._max_positions = int(
             getattr(self._model.config, "max_position_embeddings", None) or 1 << 30
         )
+        self.max_prompt_tokens = self._max_positions - 1
         self._kv_cache_bytes = kv_cache_bytes
         self._interrupted = threading.Event()
 

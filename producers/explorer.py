@@ -1,0 +1,292 @@
+"""The explorer's shell: take tasks, roll them out, publish trajectories, then commit the tasks."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+
+from ..schemas import codec
+from ..schemas import events as ev
+from ..schemas.errors import Fenced, InvalidEvent, LogUnavailable, Timeout, UndecodableRecord
+from ..schemas.topics import key_of
+from ..streams import faults
+from ..streams.log import Partition, Record
+from ..streams.process import Process
+from .announced import Announced
+from .engines.service import EngineService
+from .progress import Progress, Ticket
+from .rewards.verifier import VERIFIER
+from .rollout_loop import Outcome, RolloutLoop
+from .rollouts import GroupRunner, workflow_and_reward
+from .settings import ExplorerSettings
+
+logger = logging.getLogger("streamrft")
+
+_LOG_TIMEOUT_S = 60.0
+_RATE_WINDOW_S = 10.0
+
+
+def run_explorer(process: Process, settings: ExplorerSettings) -> None:
+    """Roll out tasks until the process is stopped.
+
+    Raises:
+        ConfigError: a workflow or reward function of a taskset is unknown.
+        Timeout: weights did not come in time, or a deterministic run's rollout took too long.
+        EngineError: the engine or its weights are broken.
+    """
+    for taskset in settings.tasksets:
+        workflow_and_reward(taskset, taskset.workflow, taskset.reward_fn)
+    explorer = Explorer(process, settings)
+    try:
+        while not process.is_stopping:
+            explorer.turn()
+    finally:
+        explorer.close()
+
+
+class Explorer:
+    """One member of the explorers' group. Belongs to the thread that owns the log.
+
+    A task: taken -> rolled out -> published -> committed. Killed anywhere, it is taken again.
+    """
+
+    def __init__(self, process: Process, settings: ExplorerSettings) -> None:
+        self._process, self._settings = process, settings
+        self._log, self._topics = process.log, process.topics
+        self._announced, self._progress = Announced(), Progress()
+        self._waiting: deque[Ticket] = deque()
+        self._waiting_since: float | None = None
+        self._num_running = 0
+        self._service = EngineService(settings)
+        self._loop = RolloutLoop(GroupRunner(settings, self._service, process.name), self._service)
+        self._rate = _Rate()
+        self._checkpoints = self._log.consumer()
+        name = self._topics.name("checkpoints")
+        begin = self._log.describe([name])[name].begin
+        self._checkpoints.assign({Partition(name, p): at for p, at in begin.items()})
+        self._tasks = self._log.consumer(
+            group=f"{self._topics.namespace}.explorers", member=process.name
+        )
+        self._tasks.subscribe([self._topics.name("tasks")], on_revoke=self._give_up)
+        self._most_running = 1 if settings.deterministic else settings.runner_per_model
+
+    def turn(self) -> None:
+        """Follow weights, take tasks, start what can start, publish what has ended."""
+        self._follow_weights()
+        self._take()
+        self._start()
+        self._publish(self._ended())
+        self._say()
+
+    def close(self) -> None:
+        """Leave the group at once; what is not published stays unacknowledged."""
+        self._loop.stop()
+        self._tasks.close()
+        self._checkpoints.close()
+        VERIFIER.close()
+
+    # --- taking
+
+    def _follow_weights(self) -> None:
+        waits = bool(self._waiting) and not self._num_running
+        for record in self._checkpoints.poll(500, 100 if waits else 0):
+            event = self._decode(record)
+            if isinstance(event, (ev.Checkpoint, ev.Branch)):
+                self._announced.on_event(event)
+        self._service.wanted = self._announced.newest
+
+    def _take(self) -> None:
+        """Read on while fewer tasks wait than run at a time; polling also keeps the leases."""
+        room = self._most_running - len(self._waiting)
+        if room <= 0:
+            self._tasks.pause(self._tasks.assignment())
+        is_idle = not self._num_running and not self._waiting
+        records = self._tasks.poll(max(1, room), 200 if is_idle else 0)
+        if room <= 0:
+            self._tasks.resume(self._tasks.assignment())
+        for record in records:
+            ticket = Ticket(Partition(record.topic, record.partition), record.offset)
+            self._progress.take(ticket)
+            event = self._decode(record)
+            if isinstance(event, ev.Task):
+                ticket.task = event
+                self._waiting.append(ticket)
+            else:
+                ticket.is_done = True
+        if records:
+            self._waiting = deque(sorted(self._waiting, key=_number))
+            if not self._num_running:
+                self._commit()
+
+    def _start(self) -> None:
+        """Start waiting tasks, the oldest first, whose weights are announced."""
+        newest = self._announced.newest
+        ready: list[tuple[Ticket, int]] = []
+        if newest is not None:
+            free = self._most_running - self._num_running
+            for ticket in list(self._waiting):
+                if len(ready) >= free:
+                    break
+                assert ticket.task is not None
+                version = self._announced.version_for(ticket.task)
+                if version <= newest.step:
+                    ready.append((ticket, version))
+        if ready:
+            started = {id(t) for t, _ in ready}
+            self._waiting = deque(t for t in self._waiting if id(t) not in started)
+            self._num_running += len(ready)
+            self._loop.start(ready)
+        self._check_wait()
+
+    def _check_wait(self) -> None:
+        """Nothing runs and nothing can start: that has a deadline."""
+        if self._num_running or not self._waiting:
+            self._waiting_since = None
+            return
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        if now - self._waiting_since > self._settings.weights_timeout_ms / 1000:
+            raise Timeout(
+                f"{self._process.name}: {self._blocker()}",
+                self._settings.weights_timeout_ms,
+                "See what the trainer waits for, or raise synchronizer.sync_timeout.",
+            )
+
+    def _blocker(self) -> str:
+        if self._service.blocker:
+            return self._service.blocker
+        newest = self._announced.newest
+        have = f"policy_version {newest.step} is the newest" if newest else "there is none yet"
+        if not self._waiting:
+            return "tasks" if newest else f"tasks and the first checkpoint ({have})"
+        task = self._waiting[0].task
+        assert task is not None
+        return (
+            f"policy_version {self._announced.version_for(task)} on branch "
+            f"{self._announced.branch} for {task.group_id}; {have}"
+        )
+
+    def _give_up(self, partitions: list[Partition]) -> None:
+        """Partitions go to another member, which rolls their open tasks out itself."""
+        lost = self._progress.give_up(partitions)
+        self._loop.cancel(lost)
+        self._waiting = deque(t for t in self._waiting if not t.is_given_up)
+
+    # --- publishing
+
+    def _ended(self) -> list[Outcome]:
+        """What has ended; waits a little for the first, so that polling goes on."""
+        ended: list[Outcome] = []
+        timeout_s = 0.2 if self._num_running else 0.0
+        try:
+            while True:
+                ended.append(self._loop.outcomes.get(timeout=timeout_s if not ended else 0))
+        except queue.Empty:
+            return ended
+
+    def _publish(self, ended: list[Outcome]) -> None:
+        """Trajectories first, acknowledged; then the tasks that they end."""
+        kept = []
+        for outcome in ended:
+            self._num_running -= 1
+            if outcome.error is not None:
+                raise outcome.error
+            if not outcome.ticket.is_given_up:
+                kept.append(outcome)
+        if not kept:
+            return
+        step = kept[0].ticket.task.step if kept[0].ticket.task else None
+        faults.reach("explorer.generated", step)
+        records = [r for o in kept if o.rolled for r in o.rolled.records]
+        self._send("trajectories", records)
+        faults.reach("explorer.published", step)
+        for outcome in kept:
+            outcome.ticket.is_done = True
+        self._commit()
+        faults.reach("explorer.committed", step)
+
+    def _commit(self) -> None:
+        positions = self._progress.finish()
+        try:
+            self._tasks.commit(positions)
+        except Fenced:
+            self._commit_owned(positions)
+
+    def _commit_owned(self, positions: dict[Partition, int]) -> None:
+        """One by one: a lost partition's new owner rolls out again, the join keeps the first."""
+        for partition, offset in positions.items():
+            try:
+                self._tasks.commit({partition: offset})
+            except Fenced as error:
+                logger.warning("%s: %s", self._process.name, error)
+
+    def _send(self, topic: str, records: list[tuple[bytes, bytes]]) -> None:
+        """Acknowledged when it returns. Sent again whole while the log does not answer."""
+        deadline = time.monotonic() + _LOG_TIMEOUT_S
+        while True:
+            producer = self._log.producer()
+            try:
+                for key, value in records:
+                    producer.send(self._topics.name(topic), value, key=key)
+                producer.flush()
+                return
+            except LogUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                self._process.idle(f"the log, to take {len(records)} records of {topic}")
+                time.sleep(0.2)
+            finally:
+                producer.close()
+
+    def _decode(self, record: Record) -> ev.Event | None:
+        """The event; a poison record becomes a dead letter and None."""
+        try:
+            return codec.decode(record.value or b"", ev.Task, ev.Ended, ev.Checkpoint, ev.Branch)
+        except (UndecodableRecord, InvalidEvent) as error:
+            letter = ev.DeadLetter(
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                key=record.key,
+                value=record.value,
+                headers=dict(record.headers),
+                error=str(error),
+                reader=self._process.name,
+                produced_at=ev.now_ms(),
+            )
+            self._send("dead_letters", [(key_of(letter, "dead_letters"), codec.encode(letter))])
+            return None
+
+    def _say(self) -> None:
+        self._process.metrics.update(
+            tokens_per_s=self._rate.of(self._service.num_tokens),
+            policy_version=float(self._service.policy_version),
+            num_running=float(self._num_running),
+        )
+        if self._num_running and not self._service.blocker:
+            self._process.alive()
+        else:
+            self._process.idle(self._blocker())
+
+
+class _Rate:
+    """Tokens a second over the last ten."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+
+    def of(self, total: int) -> float:
+        now = time.monotonic()
+        if now - self._seen[-1][0] >= 0.5:
+            self._seen.append((now, total))
+        while len(self._seen) > 1 and now - self._seen[0][0] > _RATE_WINDOW_S:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return (total - before) / (now - since) if now > since else 0.0
+
+
+def _number(ticket: Ticket) -> int:
+    assert ticket.task is not None
+    return ticket.task.number
