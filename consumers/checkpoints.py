@@ -93,6 +93,7 @@ class CheckpointStore:
 
     def __init__(self, uri: str, branch: str) -> None:
         self.branch = branch
+        self._known: dict[str, Saved] = {}
         self.folders: Folders = open_folders(uri if branch == "main" else f"{uri}/{branch}")
 
     def save(
@@ -143,13 +144,20 @@ class CheckpointStore:
 
     def scan(self) -> list[Saved]:
         """Whole-looking checkpoints, newest first: manifest readable, every file has its size."""
-        found = []
+        self._known.clear()
+        return self._listed()
+
+    def _listed(self) -> list[Saved]:
+        """The same, but a folder that was looked at before is not looked into again."""
+        known = {}
         for name in self.folders.names():
             if _NAME.match(name):
                 try:
-                    found.append(self.look(name))
+                    known[name] = self._known.get(name) or self.look(name)
                 except CheckpointBroken as error:
                     logger.warning("%s is left aside: %s", name, error)
+        self._known = known
+        found = known.values()
         return sorted(found, key=lambda s: (s.manifest.step, s.manifest.epoch), reverse=True)
 
     def look(self, name: str) -> Saved:
@@ -192,7 +200,7 @@ class CheckpointStore:
         Weights-only folders, and rolling full ones, go when `NUM_SERVED` newer steps are there
         and a newer full one is; other full ones only beyond the newest `keep_full` (0: all stay).
         """
-        found = self.scan()
+        found = self._listed()
         full = [s for s in found if s.manifest.kind == "full"]
         lasting = [s for s in full if not s.manifest.rolling]
         gone = [s for s in found[NUM_SERVED:] if s not in lasting and s not in full[:1]]
@@ -217,13 +225,14 @@ class CheckpointStore:
         return digest
 
     def _place(self, staged: Path, name: str, manifest: Manifest) -> Saved:
-        there = [s for s in self.scan() if s.manifest.step == manifest.step]
+        there = [s for s in self._listed() if s.manifest.step == manifest.step]
         same = next((s for s in there if s.manifest.digest == manifest.digest), None)
         if same is not None and manifest.kind == "weights":
             return same
         if same is not None and same.manifest.kind == "weights":
             states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
             self.folders.upgrade(staged, same.uri, states)
+            self._known.pop(same.name)
             return self.look(same.name)
         if not there and name in self.folders.names():
             self.folders.remove(name)

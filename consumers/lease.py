@@ -23,20 +23,13 @@ class LeaseKeeper:
     write. Its thread has its own connection, because a Log belongs to one thread.
     """
 
-    def __init__(self, process: Process, role: str, *, ttl_ms: int, timeout_ms: int) -> None:
-        """Take the role, waiting `timeout_ms` for a living holder to end.
-
-        Raises:
-            Timeout: a living process held it all the time.
-        """
-        self._process, self._log = process, process.log
-        self.lease: Lease = self._log.acquire(
-            role, owner=process.name, ttl_ms=ttl_ms, timeout_ms=timeout_ms
-        )
+    def __init__(self, process: Process, lease: Lease) -> None:
+        """Keep a lease that was just acquired from `process.log`."""
+        self._process, self._log, self.lease = process, process.log, lease
         self._done = threading.Event()
         self._is_busy = False
         self._lost: Fenced | None = None
-        self._thread = threading.Thread(target=self._renew, name=f"{role} lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name=f"{lease.role} lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:

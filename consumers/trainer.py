@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..schemas.errors import Timeout
 from ..schemas.events import now_ms
 from ..streams.lineage import Lineage
+from ..streams.log import Lease
 from ..streams.process import Process
 from ..streams.rows import Rows, open_rows
 from .announcer import Announcer
@@ -34,15 +37,32 @@ def run_trainer(process: Process, settings: TrainerSettings) -> None:
             living trainer holds the lease. CheckpointFailed: step 0 or the last checkpoint could
             not be written. ConfigError: names the key.
     """
-    role = f"{process.topics.namespace}.trainer"
-    timeout_ms = max(30_000, 3 * settings.lease_ms)
-    with LeaseKeeper(process, role, ttl_ms=settings.lease_ms, timeout_ms=timeout_ms) as keeper:
+    lease = wait_for_lease(process, settings)
+    if lease is None:
+        return
+    with LeaseKeeper(process, lease) as keeper:
         with keeper.working():
             loop = open_loop(process, settings, keeper)
         try:
             loop.run()
         finally:
             loop.close()
+
+
+def wait_for_lease(process: Process, settings: TrainerSettings) -> Lease | None:
+    """The trainer's role; None when the process is asked to stop before it is free."""
+    role = f"{process.topics.namespace}.trainer"
+    deadline = time.monotonic() + max(30.0, 3 * settings.lease_ms / 1000)
+    while not process.is_stopping:
+        try:
+            return process.log.acquire(
+                role, owner=process.name, ttl_ms=settings.lease_ms, timeout_ms=500
+            )
+        except Timeout as error:
+            if time.monotonic() > deadline:
+                raise
+            process.idle(error.blocker)
+    return None
 
 
 def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) -> TrainingLoop:
@@ -55,7 +75,8 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     history = read_history(process.log, process.topics)
     place = choose_branch(history, settings.resume_from, settings.branch, now_ms())
     if place.fork is not None:
-        check_fork(place.fork, settings.checkpoint_uri, history)
+        if place.fork.branch not in {b.branch for b in history.branches}:
+            check_fork(place.fork, settings.checkpoint_uri, history)
         history.add(place.fork)
     lineage = history.lineage(place.branch)
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
