@@ -99,8 +99,9 @@ class Store:
 
     def _check_or_create(self) -> None:
         try:
-            found = self.rows("pragma application_id")[0][0]
-            is_new = not found and not self.rows("select 1 from sqlite_master limit 1")
+            with self.reading():
+                found = self.rows("pragma application_id")[0][0]
+                is_new = not found and not self.rows("select 1 from sqlite_master limit 1")
         except LogUnavailable:
             raise
         except LogError as error:
