@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.events import Checkpoint, now_ms
 from ..streams import faults
+from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
 from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
 from .lease import LeaseKeeper
@@ -40,8 +41,8 @@ class _Owed:
 class Saver:
     """Saves and announces what a step made. `announced`: version -> its first announcement.
 
-    A version that was announced keeps its bytes: made again after a crash it is compared, and a
-    difference is reported, never published.
+    A version that was announced keeps its bytes: made again after a crash it is compared; another
+    digest is reported, and training goes on from the announced weights, which explorers serve.
     """
 
     settings: TrainerSettings
@@ -58,6 +59,8 @@ class Saver:
 
     def after_step(self, step: int, *, is_last: bool) -> None:
         """Save what this step asks for; a failure is logged and owed, but not at the last step."""
+        if step in self.announced:
+            self._stand_by(self.announced[step])
         every = self.settings.save_interval
         is_planned = is_last or step == 0 or bool(every and step % every == 0)
         is_rolling = not is_planned and self._is_resume_point_old()
@@ -65,7 +68,7 @@ class Saver:
         owes_full = self._owed is not None and self._owed.is_full
         if is_planned or is_rolling or owes_full:
             self._try(step, is_full=True, is_rolling=is_rolling, must=is_last or step == 0)
-        elif is_served or self._owed is not None:
+        elif (is_served or self._owed is not None) and step not in self.announced:
             self._try(step, is_full=False, is_rolling=False, must=False)
 
     def go_on_from(self, saved: Saved) -> None:
@@ -101,8 +104,8 @@ class Saver:
             return True
         logger.warning(
             "policy_version %d of branch %s was announced with digest %s, training it again gave "
-            "%s; what was announced stands. Was the number of threads, the device or a library "
-            "changed?",
+            "%s; what was announced stands and is trained on. Was the number of threads, the "
+            "device or a library changed?",
             step,
             self.store.branch,
             first.digest,
@@ -133,10 +136,7 @@ class Saver:
 
     def _try(self, step: int, *, is_full: bool, is_rolling: bool, must: bool) -> None:
         try:
-            if is_full or step not in self.announced:
-                self._save(step, is_full=is_full, is_rolling=is_rolling)
-            else:
-                self._compare(step)
+            self._save(step, is_full=is_full, is_rolling=is_rolling)
             self._owed = None
         except CheckpointFailed as error:
             if must:
@@ -178,13 +178,15 @@ class Saver:
         except RuntimeError as error:  # torch's own file writer says so when the disk is full
             raise OSError(f"{folder}: {error}") from error
 
-    def _compare(self, step: int) -> None:
-        """A version that was announced is made again: its bytes should be the same."""
+    def _stand_by(self, first: Checkpoint) -> None:
+        """A version that was announced is made again: its bytes should be the same, and stand."""
         try:
             with tempfile.TemporaryDirectory(prefix="streamrft.") as folder:
-                self.stands(step, self.learner.save_hf(Path(folder)))
-        except storage_errors() as error:
-            logger.warning("policy_version %d is not compared with what stands: %s", step, error)
+                digest = self.learner.save_hf(Path(folder))
+            if not self.stands(first.step, digest):
+                self.learner.load_weights(load_state_dict(first))
+        except (WeightsUnavailable, *storage_errors()) as error:
+            logger.warning("policy_version %d is trained on as it is: %s", first.step, error)
 
     def _retire(self) -> None:
         try:
