@@ -22,7 +22,9 @@ _OPTIONS = {"busy_timeout_ms": DEFAULT_BUSY_TIMEOUT_MS, "tombstone_ms": DEFAULT_
 class SqliteLog:
     """Topics, producers, consumers and leases in one file: WAL mode, synchronous FULL.
 
-    A process killed at any moment loses nothing acknowledged. Use from the thread that opened it.
+    A process killed at any moment loses nothing acknowledged. One that is stopped inside a commit
+    keeps the file's lock until it goes on or dies: writers get LogUnavailable, readers read on.
+    Use from the thread that opened it.
     """
 
     def __init__(self, url: str, limits: Limits) -> None:
