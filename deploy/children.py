@@ -23,13 +23,14 @@ _TAIL_BYTES = 16_384
 
 @dataclass
 class Child:
-    """waiting (to be started at `start_at`) -> running -> waiting | done | given up."""
+    """waiting (to be started at `start_at`) -> running -> waiting | done | stopped."""
 
     spec: ProcessSpec
     log_path: Path
     process: subprocess.Popen[bytes] | None = None
     start_at: float = 0.0
     is_done: bool = False
+    is_stopped: bool = False
     num_restarts: int = 0
     failures: list[str] = field(default_factory=list)
     _log_start: int = 0
@@ -65,7 +66,7 @@ class Child:
 
     def restart_later(self, code: int) -> bool:
         """Plan the next start; False when it failed too often to go on."""
-        self.failures.append(f"{describe(code)}: {self.last_error()}")
+        self.failures.append(self.cause(code))
         same = 0
         for failure in reversed(self.failures):
             if failure != self.failures[-1]:
@@ -100,6 +101,10 @@ class Child:
         """Its last line: what it died of, mostly."""
         lines = [line for line in self.last_lines() if line.strip()]
         return lines[-1].strip() if lines else "it wrote nothing"
+
+    def cause(self, code: int) -> str:
+        """What it ended of: the signal, or its last line."""
+        return describe(code) if code < 0 else f"{describe(code)}: {self.last_error()}"
 
     def _forget_process(self) -> None:
         assert self.process is not None
@@ -151,6 +156,7 @@ def stop_in_order(children: list[Child], order: tuple[str, ...], grace_s: float)
     for command in order:
         group = [c for c in children if c.spec.command == command and c.is_running]
         for child in group:
+            child.is_stopped = True
             child.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while any(c.is_running for c in group) and time.monotonic() < deadline:
@@ -164,5 +170,6 @@ def kill_all(children: list[Child]) -> None:
         child.send(signal.SIGKILL)
     for child in children:
         if child.process is not None:
+            child.is_stopped = True
             child.process.wait()
             child.ended()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from .supervisor import Screen
 
 _BARS = "▁▂▃▄▅▆▇█"
-_REFRESH_PLAIN_S = 0.4
 
 
 @contextmanager
@@ -41,7 +39,7 @@ class PlainScreen:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._progress: Progress | None = None
-        self._last_step_at = 0.0
+        self._last_step_ms = 0
 
     def say(self, text: str) -> None:
         """One line at once."""
@@ -53,7 +51,7 @@ class PlainScreen:
         self._progress.refresh()
         at = f", going on after step {self._progress.step}" if self._progress.step else ""
         self.say(f"{stage.namespace}: {goal_text(stage)}{at}; logs in {stage.job_dir / 'log'}")
-        self._last_step_at = time.monotonic()
+        self._last_step_ms = ev.now_ms()
 
     def refresh(self, children: list[Child]) -> None:
         """A line for each step done since the last call."""
@@ -61,9 +59,9 @@ class PlainScreen:
             return
         self._progress.refresh()
         for step in self._progress.new_steps:
-            now = time.monotonic()
-            self.say(step_line(step, self._progress, now - self._last_step_at))
-            self._last_step_at = now
+            seconds = (step.produced_at - self._last_step_ms) / 1000
+            self._last_step_ms = step.produced_at
+            self.say(step_line(step, self._progress, seconds))
 
     def end(self) -> None:
         """Forget the stage."""

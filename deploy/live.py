@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +27,7 @@ _STYLES = {
     "starting": "cyan",
     "restarting": "bold red",
     "done": "green",
+    "stopped": "dim",
 }
 
 
@@ -36,6 +39,7 @@ class LiveScreen:
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._began = 0.0
+        self._restore_terminal: Callable[[], None] = lambda: None
 
     def say(self, text: str) -> None:
         """A line above the panel, in the terminal's history."""
@@ -50,6 +54,7 @@ class LiveScreen:
         self._began = time.monotonic()
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
+        self._restore_terminal = hide_control_echo()
 
     def refresh(self, children: list[Child]) -> None:
         """Redraw the panel."""
@@ -63,6 +68,7 @@ class LiveScreen:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            self._restore_terminal()
 
     def _panel(self, children: list[Child]) -> RenderableType:
         progress = self._progress
@@ -81,9 +87,22 @@ class LiveScreen:
         )
 
 
+def hide_control_echo() -> Callable[[], None]:
+    """Keep the terminal from writing ^C into the panel; returns what undoes it."""
+    if not sys.stdin.isatty() or sys.platform == "win32":
+        return lambda: None
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    return lambda: termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 def _numbers(progress: Progress, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=9)
     grid.add_column(overflow="ellipsis", no_wrap=True)
     total = progress.stage.trainer.total_steps if progress.stage.trainer else None
     step = Text(f"{progress.step}", style="bold")
@@ -149,6 +168,8 @@ def _process_row(progress: Progress, child: Child) -> tuple[RenderableType, ...]
     mine = child.process is not None and beat is not None and beat.pid == child.process.pid
     if child.is_done:
         state = "done"
+    elif child.is_stopped:
+        state = "stopped"
     elif child.process is None:
         state = "restarting"
     elif not mine or beat is None or age_s is None:
@@ -161,7 +182,7 @@ def _process_row(progress: Progress, child: Child) -> tuple[RenderableType, ...]
     if state == "restarting":
         waits = child.last_error()
     if child.num_restarts and not waits:
-        waits = f"restarted {child.num_restarts} times"
+        waits = f"restarts: {child.num_restarts}"
     memory = beat.metrics.get("resident_bytes") if beat and mine else None
     size = f"{memory / 2**20:,.0f} MB" if memory else ""
     return child.spec.name, Text(state, style=_STYLES.get(state, "")), size, waits

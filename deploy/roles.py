@@ -46,6 +46,7 @@ def run_role(run: Run, stage: Stage, command: str, name: str) -> None:
         process = Process(log, stage.topics, name=name, role=_NAMES[command])
         process.stop_on_signals()
         process.alive()
+        load_plugins(run.plugin_dirs)
         _start(process, run, stage, command)
         process.ended()
     finally:
@@ -79,12 +80,10 @@ def _start(process: Process, run: Run, stage: Stage, command: str) -> None:
         run_explorer(process, stage.explorer)
     elif command == "join":
         assert stage.streams is not None
-        load_plugins(run.plugin_dirs)
         from ..streams.worker import run_join
 
         run_join(process, stage.streams)
     else:
-        load_plugins(run.plugin_dirs)
         stage = with_model(process.log, stage)
         assert stage.trainer is not None
         from ..consumers.trainer import run_trainer

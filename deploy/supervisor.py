@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Protocol
 
-from ..schemas.errors import ConfigError, Fenced, StreamrftError, Timeout
+from ..schemas.errors import ConfigError, Fenced, LogUnavailable, StreamrftError, Timeout
 from ..streams import faults
 from ..streams.log import Lease, Log
 from ..streams.process import Process
@@ -34,6 +34,7 @@ _SHOW_S = 0.5
 _GRACE_S = 20.0
 _LAST_WAIT_S = 30.0
 _JUDGE_S = 2.0
+_LOG_PAUSE_S = 1.0
 _STOP_ORDER = ("schedule", "explore", "join", "train")
 _WORKERS = ("join", "explore")
 
@@ -115,6 +116,7 @@ class _Supervisor:
             return 1
         finally:
             kill_all(self._children)
+            self._screen.refresh(self._children)
             self._screen.end()
             if self._process is not None:
                 self._process.ended()
@@ -147,9 +149,15 @@ class _Supervisor:
             return
         self._begin(stage)
         while not self._has_ended(stage):
-            self._turn(stage)
+            try:
+                self._turn(stage)
+            except LogUnavailable as error:
+                self._screen.say(f"the log does not answer, going on: {error}")
+                time.sleep(_LOG_PAUSE_S)
         stop_in_order(self._children, _STOP_ORDER, _GRACE_S)
         verdict = judge(self._log, stage)
+        assert self._process is not None
+        self._process.ended()
         self._screen.refresh(self._children)
         self._screen.end()
         if not verdict.is_reached:
@@ -206,8 +214,7 @@ class _Supervisor:
             raise GaveUp(_last_words(child, code))
         wait_s = max(0.0, child.start_at - time.monotonic())
         self._screen.say(
-            f"{child.spec.name} ended ({describe(code)}: {child.last_error()}); "
-            f"starts again in {wait_s:.1f} s"
+            f"{child.spec.name} ended ({child.cause(code)}); starts again in {wait_s:.1f} s"
         )
 
     def _num_steps(self, stage: Stage) -> int:

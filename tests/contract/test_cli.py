@@ -1,0 +1,233 @@
+"""The command line over a real embedded log: lines in, lines out, a ledger that finds a hole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_run import Cli, append, cli_with_topics, failed, new_cli, trajectory
+
+from streamrft.deploy.cli import main
+from streamrft.schemas import events as ev
+from streamrft.schemas.topics import partition_for
+
+REWARD = {"event_id": "r1", "trajectory_id": "rows.0:0:a", "source": "human", "value": 0.5}
+
+
+@pytest.fixture
+def unstarted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return new_cli(tmp_path, capsys)
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return cli_with_topics(tmp_path, capsys)
+
+
+# --- starting
+
+
+def test_help_is_there_at_once_and_imports_little() -> None:
+    script = (
+        "import sys; from streamrft.deploy.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'rich', 'omegaconf'} & set(sys.modules)))"
+    )
+    best = min(_timed([sys.executable, "-c", script]) for _ in range(3))
+    assert best < 0.5
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "usage: streamrft" in done.stdout
+
+
+def _timed(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=True)
+    return time.perf_counter() - began
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("streamrft 0.")
+    assert main([]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["run"])
+    assert ended.value.code == 2
+
+
+def test_a_configuration_error_is_one_line_and_exit_2(unstarted: Cli) -> None:
+    unstarted.config.write_text("buffer: {batch_sise: 3}")
+    code, out, err = unstarted.run("run", "--dry-run")
+    assert (code, out) == (2, "")
+    assert err == (
+        "streamrft run: buffer.batch_sise: unknown key. Did you mean buffer.batch_size?\n"
+    )
+
+
+def test_debug_shows_where_an_error_came_from(unstarted: Cli) -> None:
+    unstarted.config.write_text("buffer: {batch_sise: 3}")
+    with pytest.raises(ValueError, match="batch_sise"):
+        unstarted.run("status", "--debug")
+
+
+@pytest.mark.parametrize("words", [("status",), ("tail", "rewards"), ("explain", "rows.0")])
+def test_a_run_that_never_started_has_no_log_and_gets_none(
+    words: tuple[str, ...], unstarted: Cli, tmp_path: Path
+) -> None:
+    code, _, err = unstarted.run(*words)
+    assert code == 1
+    assert "no log there yet. Start the run first: streamrft run --config" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_values_facts_and_warnings_and_starts_nothing(
+    unstarted: Cli, tmp_path: Path
+) -> None:
+    unstarted.config.write_text(unstarted.config.read_text()[:-1] + ', "monitor": {}}')
+    code, out, err = unstarted.run("run", "--dry-run")
+    assert code == 0
+    for shown in ("experiences_a_step: 2", "p.n.rewards: 4", "deadline: 259200000"):
+        assert shown in out
+    assert err.startswith("warning: monitor:")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- tail and produce
+
+
+def test_a_produced_line_lies_where_its_key_belongs(cli: Cli) -> None:
+    code, _, err = produce(cli, "rewards", json.dumps(REWARD))
+    assert (code, err) == (0, "1 events produced to p.n.rewards\n")
+    (line,) = cli.lines("tail", "rewards", "--json")
+    assert line["key"] == "rows.0"
+    assert line["partition"] == partition_for(b"rows.0", 4)
+    assert line["type"] == "Reward"
+    assert line["event"] | REWARD == line["event"]
+
+
+def test_bad_lines_are_named_and_the_rest_goes_on(cli: Cli) -> None:
+    lines = [
+        json.dumps(REWARD),
+        "no json",
+        "",
+        json.dumps(REWARD | {"event_id": "r2", "vale": 1}),
+        json.dumps(REWARD | {"event_id": "r3", "value": float("nan")}),
+        json.dumps([1]),
+        json.dumps(REWARD | {"event_id": "r4"}),
+    ]
+    code, _, err = produce(cli, "rewards", "\n".join(lines))
+    assert code == 1
+    for number, what in ((2, "no JSON"), (4, "'vale'"), (5, "not a finite"), (6, "list found")):
+        assert any(f"line {number}:" in e and what in e for e in err.splitlines()), (number, err)
+    assert "2 events produced to p.n.rewards, 4 lines refused" in err
+    assert [e["event"]["event_id"] for e in cli.lines("tail", "rewards", "--json")] == ["r1", "r4"]
+
+
+def test_what_tail_prints_can_be_produced_again(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cli.place() as place:
+        append(place, "trajectories", trajectory(0, 0), failed(0, 1))
+        append(place, "tasks", ev.Ended(branch="main", num_groups=3, produced_at=5))
+    for topic in ("trajectories", "tasks"):
+        code, text, _ = cli.run("tail", topic, "--json")
+        assert code == 0
+        code, _, err = produce(cli, topic, text)
+        assert code == 0, err
+        events = [line["event"] for line in cli.lines("tail", topic, "--json")]
+        half = len(events) // 2
+        assert events[:half] == events[half:]
+
+
+def produce(cli: Cli, topic: str, text: str) -> tuple[int, str, str]:
+    path = cli.config.parent / "lines.jsonl"
+    path.write_text(text)
+    return cli.run("produce", topic, "--file", str(path))
+
+
+def test_produce_reads_standard_input_as_it_comes(cli: Cli) -> None:
+    command = [sys.executable, "-m", "streamrft.deploy.cli", "produce", "rewards"]
+    process = subprocess.Popen(
+        [*command, "--config", str(cli.config)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin
+    process.stdin.write(json.dumps(REWARD).encode() + b"\n")
+    process.stdin.flush()
+    _wait(lambda: cli.lines("tail", "rewards", "--json") != [], "the first line")
+    _, err = process.communicate(json.dumps(REWARD | {"event_id": "r2"}).encode(), timeout=20)
+    assert process.returncode == 0, err
+    assert len(cli.lines("tail", "rewards", "--json")) == 2
+
+
+def _wait(ready: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < deadline, f"no {what} in 20 s"
+        time.sleep(0.05)
+
+
+def test_tail_shows_the_last_events_or_those_from_an_offset(cli: Cli) -> None:
+    with cli.place() as place:
+        append(place, "trajectories", *(trajectory(g, 0) for g in range(30)))
+    shown = cli.lines("tail", "trajectories", "--json")
+    assert len(shown) == 10
+    assert len(cli.lines("tail", "trajectories", "--json", "-n", "3")) == 3
+    later = cli.lines("tail", "trajectories", "--json", "--from", "5")
+    assert {line["offset"] >= 5 for line in later} == {True}
+    assert len(later) == sum(
+        max(0, sum(partition_for(f"rows.{g}".encode(), 4) == p for g in range(30)) - 5)
+        for p in range(4)
+    )
+    assert cli.lines("tail", "trajectories", "--json", "--from", "99") == []
+
+
+def test_tail_for_people_is_one_line_an_event_poison_included(cli: Cli) -> None:
+    with cli.place() as place:
+        append(place, "trajectories", trajectory(0, 1), failed(0, 0))
+        producer = place.log.producer()
+        producer.send(place.stage.topics.name("trajectories"), b"\x00poison", key=b"rows.1")
+        producer.flush()
+    code, out, _ = cli.run("tail", "trajectories")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+    assert "rows.0:1:a  stop  policy 0  3 tokens  rule 1" in out
+    assert "rows.0:0:a  failed: it broke" in out
+    assert "no event: " in out
+
+
+def test_tail_follows(cli: Cli) -> None:
+    command = [sys.executable, "-m", "streamrft.deploy.cli", "tail", "trajectories", "--json", "-f"]
+    process = subprocess.Popen(
+        [*command, "--config", str(cli.config)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        time.sleep(0.5)
+        with cli.place() as place:
+            append(place, "trajectories", trajectory(7, 0))
+        assert process.stdout
+        assert json.loads(process.stdout.readline())["event"]["group_id"] == "rows.7"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_unknown_topic_names_the_nearest(cli: Cli) -> None:
+    code, _, err = cli.run("tail", "reward")
+    assert code == 2
+    assert "Did you mean rewards?" in err
+
+
+def test_output_into_a_closed_pipe_ends_quietly(cli: Cli) -> None:
+    with cli.place() as place:
+        append(place, "trajectories", *(trajectory(g, 0) for g in range(500)))
+    command = (
+        f"{sys.executable} -m streamrft.deploy.cli tail trajectories -n 500 -c {cli.config} | true"
+    )
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20)
+    assert done.stderr == ""
