@@ -38,6 +38,9 @@ def convert(folder: Path) -> None:
         LlamaConfig,
         LlamaForCausalLM,
     )
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     package = spec.submodule_search_locations[0]
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)

@@ -46,7 +46,9 @@ def save_model(folder: Path, *, seed: int, hidden: int = 128, heads: int = 4) ->
     """Write a Llama of 2 layers with random weights and its tokenizer, as Hugging Face folder."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = byte_tokenizer()
     ids = {
         "pad_token_id": tokenizer.pad_token_id,

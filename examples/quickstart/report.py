@@ -106,7 +106,9 @@ def model_folder(run: Run, stage: Stage) -> Path:
 def ask(folder: Path, question: str) -> str:
     """What the trained model answers, greedily."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": question}]
