@@ -82,10 +82,12 @@ class Explorer:
 
     def close(self) -> None:
         """Leave the group at once; what is not published stays unacknowledged."""
-        self._loop.stop()
-        self._tasks.close()
-        self._checkpoints.close()
-        VERIFIER.close()
+        try:
+            self._tasks.close()
+            self._checkpoints.close()
+        finally:
+            self._loop.stop()
+            VERIFIER.close()
 
     # --- taking
 
