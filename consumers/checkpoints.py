@@ -11,7 +11,8 @@ import logging
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -115,9 +116,7 @@ class CheckpointStore:
             CheckpointFailed: disk full, storage away; what was written is removed again.
         """
         name = f"global_step_{step}"
-        staged: Path | None = None
-        try:
-            staged = self.folders.stage(name, epoch)
+        with self._staged(name, epoch) as staged:
             digest = self._fill(staged, contents, step)
             manifest = Manifest(
                 kind="weights" if contents.write_states is None else "full",
@@ -130,12 +129,20 @@ class CheckpointStore:
                 rolling=is_rolling,
                 versions=_versions(),
             )
-            (staged / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            _write_manifest(staged, manifest)
             before_place()
             saved = self._place(staged, name, manifest)
             faults.reach("checkpoint.manifest_written", step)
             self._write_latest(saved.manifest)
             return saved
+
+    @contextmanager
+    def _staged(self, name: str, epoch: int) -> Iterator[Path]:
+        """A working folder that is gone afterwards; storage errors get a name."""
+        staged: Path | None = None
+        try:
+            staged = self.folders.stage(name, epoch)
+            yield staged
         except storage_errors() as error:
             raise CheckpointFailed(f"{self.folders.uri}/{name} is not written: {error}") from error
         finally:
@@ -256,6 +263,10 @@ def _entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
         name = path.relative_to(folder).as_posix()
         entries[name] = FileEntry(path.stat().st_size, known.get(name) or _sha256(path))
     return entries
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 def _sha256(path: Path) -> str:

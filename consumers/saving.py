@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from .announcer import Announcer
 from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
+from .sources.source import Source
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -50,8 +50,7 @@ class Saver:
     announcer: Announcer
     keeper: LeaseKeeper
     learner: Learner
-    position: Callable[[], Mapping[str, Any]]
-    commit: Callable[[Mapping[str, Any]], None]
+    source: Source
     announced: dict[int, Checkpoint]
     newest_full: Saved | None = None
     _owed: _Owed | None = None
@@ -145,7 +144,7 @@ class Saver:
             self._owed = _Owed(is_full, str(error), time.monotonic() + RETRY_S)
 
     def _save(self, step: int, *, is_full: bool, is_rolling: bool) -> None:
-        position = dict(self.position())
+        position = self.source.position()
         saved = self.store.save(
             self._contents(step, position, is_full=is_full),
             step=step,
@@ -159,7 +158,7 @@ class Saver:
         if self.stands(step, saved.manifest.digest):
             self.announce(saved, self.store.branch)
         faults.reach("checkpoint.published", step)
-        self.commit(position)
+        self.source.commit(position)
         faults.reach("checkpoint.committed", step)
         self._retire()
 

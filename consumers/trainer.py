@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schemas.errors import Timeout
-from ..schemas.events import now_ms
+from ..schemas.events import Branch, now_ms
 from ..streams.lineage import Lineage
 from ..streams.log import Lease
 from ..streams.process import Process
@@ -18,8 +18,8 @@ from .learner import Learner
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
 from .peers import Peers
-from .recorded import choose_branch, read_history
-from .resume import check_fork, check_log, full_checkpoints, load_newest
+from .recorded import History, choose_branch, read_history
+from .resume import Base, check_fork, check_log, full_checkpoints, load_newest
 from .saving import Saver
 from .settings import SftSource, TrainerSettings
 from .sources.members import BatchRules
@@ -72,61 +72,64 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         ConfigError: a fork without its checkpoint, or a log and a folder that do not belong
             together. CheckpointFailed: step 0 could not be written.
     """
-    history = read_history(process.log, process.topics)
-    place = choose_branch(history, settings.resume_from, settings.branch, now_ms())
-    if place.fork is not None:
-        if place.fork.branch not in {b.branch for b in history.branches}:
-            check_fork(place.fork, settings.checkpoint_uri, history)
-        history.add(place.fork)
-    lineage = history.lineage(place.branch)
+    log, topics = process.log, process.topics
+    history = read_history(log, topics)
+    lineage, fork = _choose_lineage(history, settings)
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
     if settings.sft is None:
         steps = [saved.manifest.step for _, saved in candidates]
         check_log(history, lineage, steps, settings.checkpoint_uri)
-    announcer = Announcer(process.log, process.topics, keeper.lease)
-    if place.fork is not None:
-        announcer.publish("checkpoints", place.fork)
-
     rows = None if settings.sft is None else _open_rows(settings.sft)
     total_steps = settings.total_steps or _num_steps(settings, rows)
     learner = Learner(settings, total_steps=total_steps)
     base = load_newest(learner, candidates)
     position = base.meta["position"] if base else None
+    announcer = Announcer(log, topics, keeper.lease)
     source: Source
     if settings.sft is not None and rows is not None:
         source = _row_source(settings, settings.sft, rows, learner, position)
     else:
         source = _online_source(process, settings, announcer, lineage, learner, position)
-    store = CheckpointStore(settings.checkpoint_uri, place.branch)
-    store.remove_staged()
-    saver = Saver(
-        settings,
-        store,
-        announcer,
-        keeper,
-        learner,
-        position=source.position,
-        commit=source.commit,
-        announced=history.announced(lineage),
+    store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
+    announced = history.announced(lineage)
+    saver = Saver(settings, store, announcer, keeper, learner, source, announced)
+    _announce(saver, fork, base)
+    step = base.saved.manifest.step if base else 0
+    return TrainingLoop(
+        process=process,
+        settings=settings,
+        keeper=keeper,
+        announcer=announcer,
+        history=history,
+        lineage=lineage,
+        learner=learner,
+        source=source,
+        saver=saver,
+        peers=Peers(log, topics),
+        step=step,
+        total_steps=total_steps,
     )
+
+
+def _choose_lineage(history: History, settings: TrainerSettings) -> tuple[Lineage, Branch | None]:
+    """The lineage to train, and the Branch event that is to be published for it."""
+    place = choose_branch(history, settings.resume_from, settings.branch, now_ms())
+    if place.fork is not None:
+        if place.branch not in {b.branch for b in history.branches}:
+            check_fork(place.fork, settings.checkpoint_uri, history)
+        history.add(place.fork)
+    return history.lineage(place.branch), place.fork
+
+
+def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
+    """Say where training goes on, now that everything could be loaded."""
+    saver.store.remove_staged()
+    if fork is not None:
+        saver.announcer.publish("checkpoints", fork)
     if base is None:
         saver.after_step(0, is_last=False)
     else:
         saver.go_on_from(base.saved)
-    return TrainingLoop(
-        process,
-        settings,
-        keeper,
-        announcer,
-        history,
-        lineage,
-        learner,
-        source,
-        saver,
-        Peers(process.log, process.topics),
-        step=base.saved.manifest.step if base else 0,
-        total_steps=total_steps,
-    )
 
 
 def _online_source(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
@@ -31,35 +32,19 @@ def experience(
     number: int, slot: int = 0, *, version: int = 0, branch: str = "main", **changes: Any
 ) -> ev.Experience:
     """A short scored trajectory; its tokens are a function of (number, slot)."""
-    random = np.random.RandomState([number, slot])
-    group_id = f"rows.{number}"
-    name = ev.trajectory_id(group_id, slot, "a")
+    record = _trajectory(number, slot, version, branch)
     rewards = [float(np.random.RandomState([number, s]).randint(2)) for s in range(GROUP_SIZE)]
     rewards[0] = 1.0 - rewards[1]
-    trajectory = ev.Trajectory(
-        trajectory_id=name,
-        group_id=group_id,
-        slot=slot,
-        attempt="a",
-        number=number,
-        producer="test",
-        branch=branch,
-        min_policy_version=version,
-        max_policy_version=version,
-        group_size=GROUP_SIZE,
-        sequences=[_sequence(random, version)],
-        finish_reason="stop",
-        reward_sources={"test": 1.0},
-        produced_at=1,
-    )
     group = [
-        ev.GroupMember(slot=s, trajectory_id=ev.trajectory_id(group_id, s, "a"), reward=r)
-        for s, r in enumerate(rewards)
+        ev.GroupMember(
+            slot=s, trajectory_id=ev.trajectory_id(record.group_id, s, "a"), reward=reward
+        )
+        for s, reward in enumerate(rewards)
     ]
     made = ev.Experience(
-        trajectory_id=name,
+        trajectory_id=record.trajectory_id,
         reward_revision=0,
-        group_id=group_id,
+        group_id=record.group_id,
         slot=slot,
         number=number,
         branch=branch,
@@ -71,12 +56,32 @@ def experience(
         reward_parts={"test": rewards[slot]},
         group=group,
         group_experiences=GROUP_SIZE,
-        trajectory=codec.encode(trajectory),
+        trajectory=codec.encode(record),
         trajectory_partition=0,
         trajectory_offset=0,
         produced_at=1,
     )
-    return ev.Experience(**{f: getattr(made, f) for f in made.__struct_fields__} | changes)
+    return msgspec.structs.replace(made, **changes)
+
+
+def _trajectory(number: int, slot: int, version: int, branch: str) -> ev.Trajectory:
+    group_id = f"rows.{number}"
+    return ev.Trajectory(
+        trajectory_id=ev.trajectory_id(group_id, slot, "a"),
+        group_id=group_id,
+        slot=slot,
+        attempt="a",
+        number=number,
+        producer="test",
+        branch=branch,
+        min_policy_version=version,
+        max_policy_version=version,
+        group_size=GROUP_SIZE,
+        sequences=[_sequence(np.random.RandomState([number, slot]), version)],
+        finish_reason="stop",
+        reward_sources={"test": 1.0},
+        produced_at=1,
+    )
 
 
 def _sequence(random: np.random.RandomState, version: int) -> ev.Sequence:
