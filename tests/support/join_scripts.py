@@ -17,7 +17,7 @@ from streamrft.streams.join import RewardJoin
 from streamrft.streams.log import Position
 from streamrft.streams.outcomes import Closed, Dropped, Outcome
 from streamrft.streams.payloads import Payload
-from streamrft.streams.pipeline import Pipeline
+from streamrft.streams.pipeline import Pipeline, drop_event
 from streamrft.streams.settings import StreamSettings
 
 HORIZON_MS = 1_000
@@ -67,7 +67,8 @@ def scored(name: str, value: float, *, size: int = 1, at: int = 0, **fields) -> 
 
 
 def rew(name: str = "g:0:a", value: float = 1.0, *, at: int = 0, **fields) -> ev.Reward:
-    known = dict(event_id=f"{name}/{fields.get('source', 'judge')}", source="judge")
+    event_id = f"{name}.{fields.get('source', 'judge')}.{fields.get('revision', 0)}"
+    known = dict(event_id=event_id, source="judge")
     return ev.Reward(trajectory_id=name, value=value, produced_at=at, **(known | fields))
 
 
@@ -110,13 +111,7 @@ class Runner:
 
     def result(self) -> Result:
         """What came out, in the terms of the reference."""
-        result = Result()
-        for e in self.experiences:
-            assert e.trajectory_id not in result.experiences, f"{e.trajectory_id} came twice"
-            group = tuple((m.slot, m.trajectory_id, m.reward) for m in e.group)
-            parts = tuple(sorted(e.reward_parts.items()))
-            result.experiences[e.trajectory_id] = e.reward, parts, group, e.group_experiences
-        result.drops = Counter((d.trajectory_id, d.reason, d.group_experiences) for d in self.drops)
+        result = result_of(self.experiences, self.drops)
         names = ("applied", "duplicate", "late", "orphan", "superseded", "refused")
         result.counts = Counter({n: c for n in names if (c := self.join.counts[n])})
         if early := self.join.gauges()["early"]:
@@ -140,13 +135,19 @@ class Runner:
             self.experiences += made.experiences
             self.drops += made.drops
         elif isinstance(outcome, Dropped):
-            self.drops.append(drop_of(outcome))
+            self.drops.append(drop_event(outcome, 0))
 
 
-def drop_of(outcome: Dropped) -> ev.Drop:
-    from streamrft.streams.pipeline import drop_event
-
-    return drop_event(outcome, 0)
+def result_of(experiences: Iterable[ev.Experience], drops: Iterable[ev.Drop]) -> Result:
+    """First closes and drops in the terms of the reference, without the counts of rewards."""
+    result = Result()
+    for e in experiences:
+        assert e.trajectory_id not in result.experiences, f"{e.trajectory_id} came twice"
+        group = tuple((m.slot, m.trajectory_id, m.reward) for m in e.group)
+        parts = tuple(sorted(e.reward_parts.items()))
+        result.experiences[e.trajectory_id] = e.reward, parts, group, e.group_experiences
+    result.drops = Counter((d.trajectory_id, d.reason, d.group_experiences) for d in drops)
+    return result
 
 
 def run(
@@ -206,7 +207,6 @@ def _random_rewards(
                     rng.choice((0.0, 1.0, 0.1 * revision)),
                     source=source,
                     revision=revision,
-                    event_id=f"{t.trajectory_id}/{source}/{revision}",
                     at=t.produced_at + rng.choice((0, 20, 50, 51, 300, 1_200)),
                 )
                 rewards += [r] * rng.choice((1, 1, 1, 2))

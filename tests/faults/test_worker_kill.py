@@ -1,0 +1,135 @@
+"""The join worker under kill -9 and SIGSTOP: every trajectory ends once, whatever dies."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+from join_reference import reference
+from join_run import JoinRun, wait_for
+from join_scripts import failed, result_of, rew, scored, traj
+
+from streamrft.schemas import events as ev
+from streamrft.schemas.events import now_ms
+from streamrft.streams.log import Limits, open_log
+from streamrft.streams.settings import StreamSettings
+
+SESSION_MS = 1_000
+Event = ev.Trajectory | ev.Reward
+SETTINGS: dict[str, int] = dict(batch_records=20, grace_ms=0)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/log.db"
+
+
+@pytest.fixture
+def run(url):
+    log = open_log(url, Limits(session_timeout_ms=SESSION_MS))
+    yield JoinRun(log)
+    log.close()
+
+
+def history(num_groups: int, seed: int = 0) -> list[Event]:
+    """Groups of two: scored, judged from outside, failed, executed twice, sent twice."""
+    rng, events = random.Random(seed), []
+    for g in range(num_groups):
+        for slot in range(2):
+            name, at = f"g{seed}.{g}:{slot}:a", now_ms()
+            kind = rng.choice(("scored", "judged", "failed"))
+            if kind == "scored":
+                events.append(scored(name, rng.random(), size=2, at=at))
+            elif kind == "failed":
+                events.append(failed(name, size=2, at=at))
+            else:
+                events.append(traj(name, size=2, at=at))
+                events.append(rew(name, rng.random(), at=at))
+            if rng.random() < 0.2:
+                events.append(scored(f"{name}2", 9.0, size=2, at=at))
+            if rng.random() < 0.2:
+                events.append(events[-1])
+    return events
+
+
+def send(run: JoinRun, events: list[Event], chunk: int = 50) -> None:
+    for i in range(0, len(events), chunk):
+        run.send(*events[i : i + chunk])
+
+
+def settled(run: JoinRun, events: list[Event]) -> None:
+    """Wait for every end, then hold them against the reference."""
+    expected = reference(events, StreamSettings(**SETTINGS))
+    num_ends = len(expected.experiences) + expected.drops.total()
+    wait_for(lambda: run.num("experiences") + run.num("drops") >= num_ends)
+    time.sleep(0.3)
+    found = result_of(run.experiences(), run.drops())
+    assert found.experiences == expected.experiences
+    assert found.drops == expected.drops
+    counts = run.counters()
+    assert counts["trajectories"] == sum(isinstance(e, ev.Trajectory) for e in events)
+    assert counts["rewards"] == sum(isinstance(e, ev.Reward) for e in events)
+    assert counts["open_groups"] == counts["pending"] == 0
+
+
+@pytest.mark.parametrize("point", ["join.before_commit", "join.committed"])
+def test_a_worker_killed_around_its_commit_loses_and_doubles_nothing(url, run, tmp_path, point):
+    events = history(60)
+    send(run, events)
+    marker = tmp_path / "killed"
+    with run.spawn(url, settings=SETTINGS, kill_at=f"{point}={marker}") as worker:
+        assert worker.wait() == -signal.SIGKILL
+    assert marker.exists()
+    with run.spawn(url, settings=SETTINGS):
+        settled(run, events)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_killed_at_random_times_lose_and_double_nothing(url, run, seed):
+    rng, events = random.Random(seed), []
+    for wave in range(5):
+        more = history(40, seed=10 * seed + wave)
+        events += more
+        with run.spawn(url, settings=SETTINGS, name=f"join-{wave}"):
+            send(run, more, chunk=10)
+            time.sleep(rng.uniform(0.2, 0.8))
+    with run.spawn(url, settings=SETTINGS, name="join-last"):
+        settled(run, events)
+
+
+def test_a_worker_paused_past_its_lease_publishes_nothing_when_it_wakes(url, run):
+    events = history(40, seed=3)
+    send(run, events)
+    pause = "join.before_commit"
+    with run.spawn(url, settings=SETTINGS, name="join-0", pause_at=pause) as first:
+        wait_for(lambda: first.is_paused)
+        with run.spawn(url, settings=SETTINGS, name="join-1") as second:
+            settled(run, events)
+            first.send(signal.SIGCONT)
+            more = history(40, seed=4)
+            send(run, more)
+            settled(run, events + more)
+            for worker in (first, second):
+                worker.send(signal.SIGTERM)
+                assert worker.wait() == 0
+
+
+def test_two_workers_share_the_partitions_and_one_may_leave(url, run):
+    events = history(100, seed=6)
+    with (
+        run.spawn(url, settings=SETTINGS, name="join-0") as first,
+        run.spawn(url, settings=SETTINGS, name="join-1"),
+    ):
+        send(run, events, chunk=10)
+        wait_for(lambda: run.num("experiences") > 20)
+        first.send(signal.SIGTERM)
+        assert first.wait() == 0
+        more = history(40, seed=7)
+        send(run, more)
+        settled(run, events + more)
+    readers = {
+        b.process for b in run.events("heartbeats", ev.Heartbeat) if b.metrics.get("partitions")
+    }
+    assert readers == {"join-0", "join-1"}
