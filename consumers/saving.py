@@ -84,11 +84,7 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """The last full checkpoint. Raises CheckpointFailed when it cannot be written."""
-        if (
-            self.newest_full is None
-            or self.newest_full.manifest.step != step
-            or self._owed is not None
-        ):
+        if not self._is_full(step) or self._owed is not None:
             self._try(step, is_full=True, is_rolling=False, must=True)
 
     def shorten_resume(self, step: int) -> None:

@@ -6,12 +6,13 @@ experience, and payloads up to the cache's size; the rest is read again when its
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...schemas import codec
-from ...schemas.errors import InvalidEvent, Timeout, UndecodableRecord
+from ...schemas.errors import InvalidEvent, LogUnavailable, Timeout, UndecodableRecord
 from ...schemas.events import Cut, Drop, Ended, Experience, Task, Trajectory, now_ms
 from ...schemas.topics import Topics
 from ...streams.log import Log, Partition, Position, Record
@@ -21,6 +22,8 @@ from .groups import GroupAssembly
 from .members import BatchRules, Lineage, Member, member_of
 from .payloads import Payloads, UnusableExperience
 from .source import Batch
+
+logger = logging.getLogger("streamrft")
 
 MAX_POLL_RECORDS = 100
 MAX_POLLS = 50
@@ -143,10 +146,13 @@ class OnlineSource:
         }
 
     def commit(self, position: Mapping[str, Any]) -> None:
-        """Store the position as the group's, a hint for lag only."""
+        """Store the position as the group's, a hint for lag only: a log that is away is no error."""
         offsets = position["groups"]["experiences"]
         at = {p: offsets[str(p.partition)]["next"] for p in self._partitions("experiences")}
-        self._consumer.commit(at)
+        try:
+            self._consumer.commit(at)
+        except LogUnavailable as error:
+            logger.warning("the trainer's lag is shown late: %s", error)
 
     def close(self) -> None:
         """Stop reading."""
