@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +14,20 @@ from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.streams.log import Partition, open_log
 
+Make = Callable[..., SmallRun]
 ASYNC: dict[str, Any] = {
     "deterministic": False,
     "synchronizer": {"sync_style": "fully_async", "max_staleness": 2},
 }
 HALF = """
-from streamrft.streams.filters import FILTERS
+from streamrft.streams.filters import FILTERS, Rejection
 
 @FILTERS.register("every_other_group")
 class EveryOtherGroup:
-    def __call__(self, group):
-        return group if group.number % 2 else group.drop_all("even number")
+    def apply(self, group):
+        if group.number % 2:
+            return []
+        return [Rejection(m.slot, "even number") for m in group.members]
 """
 
 
@@ -32,17 +35,15 @@ def steps_of(run: SmallRun) -> list[ev.TrainStep]:
     return sorted(run.events("train_steps", ev.TrainStep), key=lambda s: s.step)
 
 
-def test_on_policy_pacing_trains_on_nothing_stale(tmp_path: Path, tiny_model_dir: Path) -> None:
-    run = SmallRun(tmp_path, tiny_model_dir)
+def test_on_policy_pacing_trains_on_nothing_stale(small_run: Make) -> None:
+    run = small_run()
     run.finish()
     run.check_whole()
     assert [s.metrics["sample/staleness_max"] for s in steps_of(run)] == [0.0] * run.steps
 
 
-def test_asynchronous_pacing_keeps_its_bound_and_wastes_little(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    run = SmallRun(tmp_path, tiny_model_dir, ASYNC, steps=20, num_rows=200)
+def test_asynchronous_pacing_keeps_its_bound_and_wastes_little(small_run: Make) -> None:
+    run = small_run(ASYNC, steps=20, num_rows=200)
     run.finish()
     run.check_whole()
     assert max(s.metrics["sample/staleness_max"] for s in steps_of(run)) <= 2
@@ -54,10 +55,10 @@ def test_asynchronous_pacing_keeps_its_bound_and_wastes_little(
 
 @pytest.mark.parametrize("pacing", [{}, ASYNC], ids=["on-policy", "fully-async"])
 def test_a_filter_that_drops_half_of_the_groups_stalls_nothing(
-    pacing: dict[str, Any], tmp_path: Path, tiny_model_dir: Path
+    pacing: dict[str, Any], small_run: Make
 ) -> None:
     over = pacing | {"streams": {"filters": [{"name": "every_other_group"}]}}
-    run = SmallRun(tmp_path, tiny_model_dir, over)
+    run = small_run(over)
     (run.folder / "plugins" / "half.py").write_text(HALF)
     run.finish()
     run.check_whole()
@@ -66,22 +67,20 @@ def test_a_filter_that_drops_half_of_the_groups_stalls_nothing(
     assert {len(c.members) for c in run.cuts()} == {16}
 
 
-def test_the_last_short_batch_trains(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_the_last_short_batch_trains(small_run: Make) -> None:
     over = {"buffer": {"total_steps": None, "total_epochs": 1}}
-    run = SmallRun(tmp_path, tiny_model_dir, over, steps=3, num_rows=10)
+    run = small_run(over, steps=3, num_rows=10)
     run.finish()
     run.check_whole()
     assert [len(c.members) for c in run.cuts()] == [16, 16, 8]
 
 
-def test_rewards_slower_than_the_window_do_not_halt_the_run(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_rewards_slower_than_the_window_do_not_halt_the_run(small_run: Make) -> None:
     over = {
         "rewards": {"human": {"weight": 1.0, "max_staleness": None}},
-        "synchronizer": {"reward_wait": 0.5, "max_open_groups": 100},
+        "synchronizer": {"reward_wait": "500ms", "max_open_groups": 100},
     }
-    run = SmallRun(tmp_path, tiny_model_dir, over)
+    run = small_run(over)
     stop = threading.Event()
     scorer = threading.Thread(target=score_every_other_group_late, args=(run, stop))
     scorer.start()

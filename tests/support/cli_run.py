@@ -35,7 +35,6 @@ CONFIG = {
     "explorer": {"rollout_model": {"engine_type": "transformers"}},
     "rewards": {"human": {"deadline": "3d"}},
 }
-REWARD = {"event_id": "r1", "trajectory_id": "rows.0:0:a", "source": "human", "value": 0.5}
 
 
 @dataclass
