@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,14 +79,17 @@ def check_fork(fork: Branch, uri: str, history: History) -> None:
         )
 
 
-def check_log(history: History, lineage: Lineage, steps: Sequence[int], uri: str) -> None:
-    """Log and checkpoints (`steps` of the full ones) belong together.
+def check_log(
+    history: History, lineage: Lineage, found: Iterable[tuple[CheckpointStore, Saved]], uri: str
+) -> None:
+    """Log and full checkpoints belong together.
 
     A trainer killed before it announced step 0 leaves a checkpoint of which the log knows nothing.
 
     Raises:
         ConfigError: one of them was lost or exchanged.
     """
+    steps = [saved.manifest.step for _, saved in found]
     num_cuts = sum(lineage.contains(b, s) for b, s in history.cuts)
     if num_cuts and not steps:
         raise ConfigError(

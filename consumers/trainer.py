@@ -77,24 +77,22 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     lineage, fork = _choose_lineage(history, settings)
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
     if settings.sft is None:
-        steps = [saved.manifest.step for _, saved in candidates]
-        check_log(history, lineage, steps, settings.checkpoint_uri)
+        check_log(history, lineage, candidates, settings.checkpoint_uri)
     rows = None if settings.sft is None else _open_rows(settings.sft)
     total_steps = settings.total_steps or _num_steps(settings, rows)
     learner = Learner(settings, total_steps=total_steps)
     base = load_newest(learner, candidates)
     position = base.meta["position"] if base else None
     announcer = Announcer(log, topics, keeper.lease)
-    source: Source
-    if settings.sft is not None and rows is not None:
-        source = _row_source(settings, settings.sft, rows, learner, position)
-    else:
-        source = _online_source(process, settings, announcer, lineage, learner, position)
+    source: Source = (
+        _online_source(process, settings, announcer, lineage, learner, position)
+        if rows is None
+        else _row_source(settings, rows, learner, position)
+    )
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
     announced = history.announced(lineage)
     saver = Saver(settings, store, announcer, keeper, learner, source, announced)
     _announce(saver, fork, base)
-    step = base.saved.manifest.step if base else 0
     return TrainingLoop(
         process=process,
         settings=settings,
@@ -106,7 +104,7 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         source=source,
         saver=saver,
         peers=Peers(log, topics),
-        step=step,
+        step=base.saved.manifest.step if base else 0,
         total_steps=total_steps,
     )
 
@@ -174,11 +172,13 @@ def _num_steps(settings: TrainerSettings, rows: Rows | None) -> int | None:
 
 def _row_source(
     settings: TrainerSettings,
-    sft: SftSource,
     rows: Rows,
     learner: Learner,
     position: Mapping[str, Any] | None,
 ) -> RowSource:
+    sft = settings.sft
+    assert sft is not None
+
     def to_example(row: Mapping[str, Any], number: int):
         (example,) = examples_from_rows(
             [row], learner.tokenizer, sft, first_row=number, max_tokens=settings.max_sequence_tokens

@@ -146,7 +146,7 @@ class OnlineSource:
         }
 
     def commit(self, position: Mapping[str, Any]) -> None:
-        """Store the position as the group's, a hint for lag only: a log that is away is no error."""
+        """Store the position as the group's, for lag only: a log that is away is no error."""
         offsets = position["groups"]["experiences"]
         at = {p: offsets[str(p.partition)]["next"] for p in self._partitions("experiences")}
         try:
