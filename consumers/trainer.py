@@ -72,8 +72,7 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         ConfigError: a fork without its checkpoint, or a log and a folder that do not belong
             together. CheckpointFailed: step 0 could not be written.
     """
-    log, topics = process.log, process.topics
-    history = read_history(log, topics)
+    history = read_history(process.log, process.topics)
     lineage, fork = _choose_lineage(history, settings)
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
     if settings.sft is None:
@@ -83,15 +82,14 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     learner = Learner(settings, total_steps=total_steps)
     base = load_newest(learner, candidates)
     position = base.meta["position"] if base else None
-    announcer = Announcer(log, topics, keeper.lease)
+    announcer = Announcer(process.log, process.topics, keeper.lease)
     source: Source = (
         _online_source(process, settings, announcer, lineage, learner, position)
         if rows is None
         else _row_source(settings, rows, learner, position)
     )
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
-    announced = history.announced(lineage)
-    saver = Saver(settings, store, announcer, keeper, learner, source, announced)
+    saver = Saver(settings, store, announcer, keeper, learner, source, history.announced(lineage))
     _announce(saver, fork, base)
     return TrainingLoop(
         process=process,
@@ -103,7 +101,7 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         learner=learner,
         source=source,
         saver=saver,
-        peers=Peers(log, topics),
+        peers=Peers(process.log, process.topics),
         step=base.saved.manifest.step if base else 0,
         total_steps=total_steps,
     )
