@@ -29,6 +29,7 @@ from .place import has_topics
 from .plan import Run, Stage
 
 LEASE_MS = 10_000
+_LEASE_WAIT_MS = 1_000
 _LOOK_S = 0.1
 _SHOW_S = 0.5
 _GRACE_S = 20.0
@@ -127,18 +128,15 @@ class _Supervisor:
     def _acquire(self) -> None:
         role = f"{self._run.namespace}.supervisor"
         owner = f"supervisor on {socket.gethostname()} ({os.getpid()})"
-        deadline = time.monotonic() + LEASE_MS / 1000
-        while True:
-            try:
-                self._lease = self._log.acquire(role, owner=owner, ttl_ms=LEASE_MS, timeout_ms=200)
-                break
-            except Timeout as error:
-                self._check_signal()
-                if time.monotonic() > deadline:
-                    raise GaveUp(
-                        f"{error.blocker} supervises this run already. Watch it with "
-                        "`streamrft status`, or stop it first."
-                    ) from None
+        try:
+            self._lease = self._log.acquire(
+                role, owner=owner, ttl_ms=LEASE_MS, timeout_ms=_LEASE_WAIT_MS
+            )
+        except Timeout as error:
+            raise GaveUp(
+                f"{error.blocker} supervises this run already. Watch it with `streamrft status`, "
+                f"or stop it first; if it is gone, its lease ends within {LEASE_MS // 1000} s."
+            ) from None
         self._renewed = time.monotonic()
 
     def _run_stage(self, stage: Stage) -> None:

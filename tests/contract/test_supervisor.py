@@ -1,0 +1,316 @@
+"""The supervisor: restarts what dies, gives up on what cannot live, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli_run import Cli, append, cli_with_topics, cut
+
+from streamrft.deploy.children import MAX_FAILURES, MAX_SAME_FAILURES, Child, environment_of
+from streamrft.deploy.goal import dead_groups, judge
+from streamrft.deploy.plan import ProcessSpec, plan
+from streamrft.schemas import events as ev
+from streamrft.streams.lineage import Lineage
+
+CONFIG: dict[str, Any] = {
+    "mode": "explore",
+    "project": "p",
+    "name": "n",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 2},
+    "model": {"model_path": "m", "max_model_len": 64},
+    "buffer": {
+        "total_steps": 2,
+        "explorer_input": {"taskset": {"name": "rows", "path": "rows.jsonl"}},
+    },
+    "explorer": {"rollout_model": {"engine_type": "transformers"}},
+    "streams": {"workers": 2},
+}
+
+
+@dataclass
+class Supervised:
+    """`streamrft run` in explore mode: nobody trains, so its children wait for weights for ever."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        (self.folder / "rows.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{i}?", "response": str(i)}) + "\n" for i in range(8))
+        )
+        own = {"checkpoint_root_dir": str(self.folder / "runs")}
+        taskset = {"name": "rows", "path": str(self.folder / "rows.jsonl")}
+        buffer = {"total_steps": 2, "explorer_input": {"taskset": taskset}}
+        self.config.write_text(json.dumps(CONFIG | own | {"buffer": buffer}))
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "run.yaml"
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "streamrft.deploy.cli", "run", "-c", str(self.config)]
+        process = subprocess.Popen(
+            [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.processes.append(process)
+        return process
+
+    def children(self, command: str = "") -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            is_ours = str(self.config) in words and "--name" in words
+            if is_ours and command in " ".join(words):
+                found.append(process)
+        return found
+
+    def started(self) -> subprocess.Popen[str]:
+        process = self.start()
+        wait_for(lambda: len(self.children()) == 4, "four children")
+        return process
+
+    def end(self) -> None:
+        while self.processes:
+            process = self.processes.pop()
+            process.kill()
+            process.wait(10)
+            assert process.stdout
+            process.stdout.close()
+
+
+def wait_for(ready: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    found = Supervised(tmp_path)
+    yield found
+    found.end()
+    wait_for(lambda: not found.children(), "end of the children after the test")
+
+
+def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
+    supervised: Supervised,
+) -> None:
+    process = supervised.started()
+    (stopped,) = supervised.children(" schedule ")
+    stopped.suspend()
+    process.kill()
+    process.wait(10)
+    wait_for(lambda: not supervised.children(), "end of all children", 5)
+
+
+def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> None:
+    process = supervised.started()
+    before = {p.pid for p in supervised.children(" join ")}
+    victim = supervised.children("join-1")[0]
+    victim.kill()
+    wait_for(
+        lambda: len({p.pid for p in supervised.children(" join ")} - before) == 1,
+        "another join worker",
+    )
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "join-1 ended (killed by SIGKILL); starts again in 0.5 s" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
+    number: signal.Signals, supervised: Supervised
+) -> None:
+    process = supervised.started()
+    log_folder = supervised.folder / "runs" / "p" / "n" / "log"
+    wait_for(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")
+    time.sleep(1.5)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}" in out
+    assert not supervised.children()
+
+
+def test_a_run_has_one_supervisor(supervised: Supervised) -> None:
+    first = supervised.started()
+    second = supervised.start()
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert f"process {first.pid}" in out
+    assert "supervises this run already" in out
+    assert len(supervised.children()) == 4
+
+
+def test_the_successor_of_a_killed_supervisor_takes_over_at_once(supervised: Supervised) -> None:
+    first = supervised.started()
+    first.kill()
+    first.wait(10)
+    second = supervised.start()
+    wait_for(lambda: len(supervised.children()) == 4, "four new children", 10)
+    assert second.poll() is None
+
+
+def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "mine.py").write_text("raise RuntimeError('broken on purpose')")
+    process = supervised.start("--plugin-dir", str(plugins))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ended with exit code 2" in out
+    assert "mine.py: RuntimeError: broken on purpose" in out
+    assert not supervised.children()
+
+
+def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> None:
+    supervised.started()
+    supervised.end()
+    config = json.loads(supervised.config.read_text())
+    supervised.config.write_text(json.dumps(config | {"continue_from_checkpoint": False}))
+    process = supervised.start()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "holds a run already" in out
+
+
+# --- giving up
+
+
+def a_child(tmp_path: Path, *errors: str) -> Child:
+    path = tmp_path / "child.log"
+    path.write_text("".join(f"{e}\n" for e in errors))
+    return Child(ProcessSpec("join", "join-0"), path)
+
+
+def test_the_same_failure_again_and_again_is_given_up(tmp_path: Path) -> None:
+    child = a_child(tmp_path, "it broke")
+    waits = []
+    for _ in range(MAX_SAME_FAILURES - 1):
+        assert child.restart_later(1)
+        waits.append(child.start_at - time.monotonic())
+    assert not child.restart_later(1)
+    assert waits == sorted(waits) and waits[-1] > 1.5 * waits[0]
+
+
+def test_failures_that_differ_are_given_up_later(tmp_path: Path) -> None:
+    child = a_child(tmp_path, "it broke")
+    for i in range(MAX_FAILURES - 1):
+        assert child.restart_later(i % 2 - 9)
+    assert not child.restart_later(1)
+
+
+def test_progress_forgives(tmp_path: Path) -> None:
+    child = a_child(tmp_path, "it broke")
+    for _ in range(5 * MAX_SAME_FAILURES):
+        assert child.restart_later(1)
+        child.failures.clear()
+
+
+def test_numerical_libraries_get_one_thread_unless_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(CONFIG | {"mode": "both", "trainer": {"num_threads": 3}}))
+    stage = plan(path).stage(None)
+    threads = {
+        spec.command: environment_of(stage, spec)["OMP_NUM_THREADS"] for spec in stage.processes()
+    }
+    assert threads == {"train": "3", "schedule": "1", "join": "1", "explore": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    spec = ProcessSpec("explore", "explorer-0")
+    assert environment_of(stage, spec)["OMP_NUM_THREADS"] == "2"
+    assert environment_of(stage, spec)["STREAMRFT_PARENT_PID"] == str(os.getpid())
+
+
+# --- the goal
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return cli_with_topics(tmp_path, capsys)
+
+
+def step(number: int) -> ev.TrainStep:
+    return ev.TrainStep(
+        branch="main", step=number, num_experiences=1, num_tokens=1, metrics={}, epoch=1,
+        produced_at=1,
+    )  # fmt: skip
+
+
+def checkpoint(number: int, kind: Any = "full") -> ev.Checkpoint:
+    return ev.Checkpoint(
+        branch="main", step=number, kind=kind, uri="/c", digest="d" * 64,
+        manifest_sha256="e" * 64, epoch=1, produced_at=1,
+    )  # fmt: skip
+
+
+def test_the_goal_is_the_last_step_and_its_full_checkpoint(cli: Cli) -> None:
+    with cli.place() as place:
+
+        def missing() -> str:
+            return judge(place.log, place.stage).missing
+
+        assert missing() == "step 0 of 1 is the last on the log"
+        append(place, "train_steps", cut(place, 1, "rows.0:0:a"), step(1))
+        append(place, "checkpoints", checkpoint(0), checkpoint(1, "weights"))
+        assert missing() == "step 1 has no full checkpoint on the log"
+        append(place, "checkpoints", checkpoint(1))
+        assert missing() == ""
+        append(place, "train_steps", cut(place, 2, "rows.1:0:a"))
+        assert missing() == "the cut of step 2 is not trained"
+
+
+def test_without_total_steps_every_group_must_be_trained_or_dead(cli: Cli) -> None:
+    config = json.loads(cli.config.read_text())
+    config["buffer"]["total_steps"] = None
+    cli.config.write_text(json.dumps(config))
+    tasks = [
+        ev.Task(
+            group_id=f"rows.{n}", number=n, taskset="rows", row=n, epoch=0, branch="main", step=1,
+            min_policy_version=0, group_size=2, workflow="w", content="{}", produced_at=1,
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    with cli.place() as place:
+        append(place, "tasks", *tasks)
+        append(place, "train_steps", cut(place, 1, "rows.0:0:a"), step(1))
+        append(place, "checkpoints", checkpoint(1))
+        assert "not all tasks are published" in judge(place.log, place.stage).missing
+        append(place, "tasks", ev.Ended(branch="main", num_groups=3, produced_at=1))
+        assert judge(place.log, place.stage).missing.startswith("2 of 3 groups")
+        append(place, "drops", a_drop("rows.1", 0, "join", group_experiences=0))
+        assert judge(place.log, place.stage).missing.startswith("1 of 3 groups")
+        append(place, "drops", a_drop("rows.2", 0, "trainer", group_experiences=2))
+        assert judge(place.log, place.stage).missing.startswith("1 of 3 groups")
+        append(place, "drops", a_drop("rows.2", 1, "trainer", group_experiences=2))
+        assert judge(place.log, place.stage).is_reached
+
+
+def a_drop(group_id: str, slot: int, where: str, *, group_experiences: int) -> ev.Drop:
+    return ev.Drop(
+        trajectory_id=f"{group_id}:{slot}:a", group_id=group_id, slot=slot, number=0,
+        reason="stale" if where == "trainer" else "expired", detail="", where=where,
+        branch="main" if where == "trainer" else "", step=1 if where == "trainer" else -1,
+        group_experiences=group_experiences, produced_at=1,
+    )  # fmt: skip
+
+
+def test_a_groups_members_may_be_dropped_twice_without_being_two() -> None:
+    drop = a_drop("rows.2", 0, "trainer", group_experiences=2)
+    assert dead_groups([drop, drop], Lineage.of("main", [])) == set()
