@@ -18,9 +18,11 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ..schemas.errors import ConfigError
-from .operators import build
 from .payloads import Payload
+from .registry import Registry
 from .settings import OperatorSettings
+
+FILTERS: Registry[Any] = Registry("filter", method="apply")
 
 
 class Candidate(msgspec.Struct):
@@ -68,6 +70,7 @@ class Filter(Protocol):
         ...
 
 
+@FILTERS.register("reward_filter")
 class RewardFilter:
     """Keep members whose reward is at least `threshold`."""
 
@@ -83,6 +86,7 @@ class RewardFilter:
         ]
 
 
+@FILTERS.register("reward_std_filter")
 class RewardStdFilter:
     """Keep a group whose rewards differ: their population std is above `threshold`."""
 
@@ -100,6 +104,7 @@ class RewardStdFilter:
         return _all(group, f"reward std {std:g} of {n} is not above threshold {self.threshold:g}")
 
 
+@FILTERS.register("dapo_dynamic_sampling")
 class DapoDynamicSampling:
     """Keep a group where some members are right, but not all."""
 
@@ -121,6 +126,7 @@ class DapoDynamicSampling:
         )
 
 
+@FILTERS.register("invalid_reward_filter")
 class InvalidRewardFilter:
     """Keep members whose reward is a finite number."""
 
@@ -133,6 +139,7 @@ class InvalidRewardFilter:
         ]
 
 
+@FILTERS.register("mask_response_truncated")
 class MaskResponseTruncated:
     """Take sequences that ended at the length limit out of the loss."""
 
@@ -144,6 +151,7 @@ class MaskResponseTruncated:
         return []
 
 
+@FILTERS.register("reward_shaping_mapper")
 class RewardShapingMapper:
     """Combine the reward with statistics: reward = reward op (weight x stat)."""
 
@@ -187,6 +195,7 @@ class RewardShapingMapper:
         return []
 
 
+@FILTERS.register("pass_rate_calculator")
 class PassRateCalculator:
     """Write the mean reward of the group as metric `pass_rate` on each member."""
 
@@ -197,6 +206,7 @@ class PassRateCalculator:
         return []
 
 
+@FILTERS.register("length_filter")
 class LengthFilter:
     """Keep members of which the policy wrote `min_tokens` to `max_tokens` tokens."""
 
@@ -225,21 +235,9 @@ class LengthFilter:
         return payload.num_tokens if self.count == "all" else payload.num_trained_tokens
 
 
-FILTERS: dict[str, Callable[..., Filter]] = {
-    "reward_filter": RewardFilter,
-    "reward_std_filter": RewardStdFilter,
-    "dapo_dynamic_sampling": DapoDynamicSampling,
-    "invalid_reward_filter": InvalidRewardFilter,
-    "mask_response_truncated": MaskResponseTruncated,
-    "reward_shaping_mapper": RewardShapingMapper,
-    "pass_rate_calculator": PassRateCalculator,
-    "length_filter": LengthFilter,
-}
-
-
 def build_filters(operators: Sequence[OperatorSettings]) -> list[tuple[str, Filter]]:
     """The declared filters with their names, in order. Raises ConfigError."""
-    return [(o.name, build(o, FILTERS, kind="filter", method="apply")) for o in operators]
+    return [(o.name, FILTERS.create(o.name, o.args)) for o in operators]
 
 
 def mean_reward(members: Sequence[Candidate]) -> float:
@@ -248,8 +246,8 @@ def mean_reward(members: Sequence[Candidate]) -> float:
 
 
 def reward_std(members: Sequence[Candidate]) -> float:
-    """Population standard deviation of the rewards; 0 of nobody."""
-    if not members:
+    """Population standard deviation of the rewards; exactly 0 of equal ones and of nobody."""
+    if len({m.reward for m in members}) < 2:
         return 0.0
     mean = mean_reward(members)
     return math.sqrt(math.fsum((m.reward - mean) ** 2 for m in members) / len(members))

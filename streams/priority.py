@@ -6,12 +6,13 @@ priority decays; here it says what the group alone knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from .filters import Candidate, JoinedGroup, mean_reward, reward_std
-from .operators import build
+from .registry import Registry
 from .settings import OperatorSettings
+
+PRIORITIES: Registry[Any] = Registry("priority", method="of")
 
 
 class Priority(Protocol):
@@ -22,6 +23,8 @@ class Priority(Protocol):
         ...
 
 
+@PRIORITIES.register("none")
+@PRIORITIES.register("constant")
 class Constant:
     """The same for all."""
 
@@ -33,6 +36,7 @@ class Constant:
         return self.value
 
 
+@PRIORITIES.register("recency")
 class Recency:
     """The newest policy_version in the trajectory: fresh experiences first."""
 
@@ -41,6 +45,7 @@ class Recency:
         return float(member.payload.max_policy_version)
 
 
+@PRIORITIES.register("reward")
 class Reward:
     """The total reward: the best rollouts first."""
 
@@ -49,6 +54,7 @@ class Reward:
         return member.reward
 
 
+@PRIORITIES.register("reward_std")
 class RewardStd:
     """Population std of the group's rewards: groups that teach most first."""
 
@@ -57,6 +63,7 @@ class RewardStd:
         return reward_std(group.scored)
 
 
+@PRIORITIES.register("surprise")
 class Surprise:
     """Distance of the reward from the group's mean: the members with most advantage first."""
 
@@ -65,18 +72,8 @@ class Surprise:
         return abs(member.reward - mean_reward(group.scored))
 
 
-PRIORITIES: dict[str, Callable[..., Priority]] = {
-    "none": Constant,
-    "constant": Constant,
-    "recency": Recency,
-    "reward": Reward,
-    "reward_std": RewardStd,
-    "surprise": Surprise,
-}
-
-
 def build_priority(operator: OperatorSettings | None) -> Priority:
     """The declared priority; 0 for all when there is none. Raises ConfigError."""
     if operator is None:
         return Constant()
-    return build(operator, PRIORITIES, kind="priority", method="of")
+    return PRIORITIES.create(operator.name, operator.args)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from small_run import SmallRun
 
 _SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _CHAT = (
@@ -21,6 +24,21 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_tiny_model(folder)
     return folder
+
+
+@pytest.fixture
+def small_run(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Callable[..., SmallRun]]:
+    """Make whole runs in folders of this test; nothing of them outlives it."""
+    made: list[SmallRun] = []
+
+    def make(overrides: Mapping[str, Any] | None = None, **options: Any) -> SmallRun:
+        folder = tmp_path / f"run{len(made)}"
+        made.append(SmallRun(folder, tiny_model_dir, overrides or {}, **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.kill()
 
 
 def save_tiny_model(folder: Path, *, seed: int = 0) -> None:

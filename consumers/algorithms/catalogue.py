@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...schemas.errors import ConfigError
-from .registry import unknown
+from ...streams.registry import unknown
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def algorithm_type(name: str) -> AlgorithmType:
             f"algorithm.algorithm_type: {name!r} of Trinity is not available here. Available: "
             f"{', '.join(sorted(ALGORITHMS))}."
         )
-    raise ConfigError(unknown("algorithm_type", name, ALGORITHMS))
+    raise ConfigError(unknown("algorithm.algorithm_type", name, ALGORITHMS))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...schemas.errors import StreamrftError
-from ..registry import Registry
+from ...streams.registry import Registry
 
-REWARDS = Registry("reward_fn")
+REWARDS = Registry("reward_fn", binds_functions=True)
 
 
 @dataclass(frozen=True)

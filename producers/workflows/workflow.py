@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...schemas import events as ev
 from ...schemas.errors import StreamrftError, Timeout
+from ...streams.registry import Registry
 from ..engines.engine import Generation, Request, Sampling, seed_of
-from ..registry import Registry
 from ..rewards.reward import RewardFailed, RewardFunction, RolloutView, score
 from ..settings import TasksetSettings
 from ..threads import in_thread
@@ -17,7 +17,7 @@ from ..threads import in_thread
 if TYPE_CHECKING:
     from .chat import Chat
 
-WORKFLOWS = Registry("workflow")
+WORKFLOWS = Registry("workflow", binds_functions=True)
 
 
 class RolloutFailed(StreamrftError):

@@ -230,9 +230,9 @@ def test_only_losses_without_other_terms_let_zero_advantages_be_skipped():
 def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="'grpoo' is unknown. Did you mean 'grpo'"):
         algorithm("grpoo")
-    with pytest.raises(ConfigError, match="kl_loss_fn: 'k9' is unknown.*Known: abs, corrected_k3"):
+    with pytest.raises(ConfigError, match="kl_loss_fn 'k9' is unknown.*Known: abs, corrected_k3"):
         algorithm(kl_loss_fn=FunctionSettings("k9"))
-    with pytest.raises(ConfigError, match="loss_agg_mode: 'token_mean' is unknown.*'token-mean'"):
+    with pytest.raises(ConfigError, match="loss_agg_mode 'token_mean' is unknown.*'token-mean'"):
         algorithm(loss_agg_mode="token_mean")
     with pytest.raises(ConfigError, match="cannot be imported"):
         algorithm(policy_loss_fn=FunctionSettings("nowhere.at.all"))

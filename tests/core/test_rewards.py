@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import pytest
 
-from streamrft.producers.registry import Registry
 from streamrft.producers.rewards import REWARDS, RewardFailed, RolloutView, score
 from streamrft.producers.rewards.answers import final_answer, plain_number
 from streamrft.producers.rewards.verifier import VERIFIER, MathVerifier
 from streamrft.schemas.errors import ConfigError, Timeout
+from streamrft.streams.registry import Registry
 
 TAGGED = "<think>48 and 24</think> <answer>72</answer>"
 
@@ -207,7 +207,7 @@ def test_registry_reaches_dotted_paths_and_names_the_nearest():
         REWARDS.create("maths_reward", {})
     with pytest.raises(ConfigError, match="cannot be imported"):
         REWARDS.create("nowhere.Reward", {})
-    with pytest.raises(ConfigError, match="arguments.*wrong"):
+    with pytest.raises(ConfigError, match="argument of reward_fn 'math_reward' 'wrong'"):
         REWARDS.create("math_reward", {"wrong": 1})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,9 +85,9 @@ def quiet_digest(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path)
 
 @pytest.mark.parametrize("case", parameters())
 def test_a_killed_run_ends_whole_with_the_weights_of_a_quiet_run(
-    case: Case, tmp_path: Path, tiny_model_dir: Path, quiet_digest: str
+    case: Case, tmp_path: Path, small_run: Callable[..., SmallRun], quiet_digest: str
 ) -> None:
-    run = SmallRun(tmp_path / "job", tiny_model_dir, steps=STEPS)
+    run = small_run(steps=STEPS)
     if case.point:
         marker = tmp_path / "killed"
         run.finish(STREAMRFT_KILL_AT=f"{case.point}={marker}")
