@@ -39,6 +39,9 @@ def judge(log: Log, stage: Stage) -> Verdict:
     saved = list(read_all(log, stage.topics, "checkpoints"))
     branches = [e for e in saved if isinstance(e, ev.Branch)]
     lineage = Lineage.of(surviving_branch(branches), branches)
+    fork = stage.trainer.branch
+    if fork is not None and fork != lineage.branch:
+        return Verdict(f"branch {fork} is not the one that training is on")
     done = max((s.step for s in _of(lineage, steps, ev.TrainStep)), default=0)
     cuts = _of(lineage, steps, ev.Cut)
     full = {c.step for c in _of(lineage, saved, ev.Checkpoint) if c.kind == "full"}

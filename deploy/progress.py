@@ -54,7 +54,10 @@ class Progress:
     def refresh(self) -> None:
         """Fold what came since the last call, at most a few thousand records."""
         self.new_steps = []
-        for record in self._consumer.poll(_MAX_RECORDS):
+        # a fork is known before the steps on it are looked at
+        branches = self.stage.topics.name("checkpoints")
+        records = self._consumer.poll(_MAX_RECORDS)
+        for record in sorted(records, key=lambda r: r.topic != branches):
             self._fold(record)
         topics, space = self.stage.topics, self.stage.namespace
         if self.stage.streams:

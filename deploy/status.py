@@ -24,6 +24,7 @@ from .plan import Stage
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _DEAD_AFTER_S = 15.0
 _SHOWN_FAULTS = 20
@@ -168,6 +169,14 @@ def _show(console: Console, status: Status) -> None:
         grid.add_row("reward", f"{status.reward:.4g} at the last step")
     if status.saved:
         grid.add_row("checkpoint", f"step {status.saved.step}, {status.saved.uri}")
+    if stage.streams is not None:
+        _add_counts(grid, balance)
+    console.print(grid)
+    _show_processes(console, status)
+    _show_verdict(console, balance)
+
+
+def _add_counts(grid: Table, balance: Balance) -> None:
     ended = {k: n for k, n in balance.states.items() if n or k == TRAINED}
     grid.add_row("ended", _counts(ended))
     grid.add_row(
@@ -178,10 +187,8 @@ def _show(console: Console, status: Status) -> None:
     grid.add_row("rewards", _counts({k: n for k, n in balance.reward_counts.items() if n}))
     others = {"dead letters": balance.num_dead_letters, "repeats": balance.num_repeats}
     others["amendments"] = balance.num_amended
-    grid.add_row("beside", _counts({k: n for k, n in others.items() if n}))
-    console.print(grid)
-    _show_processes(console, status)
-    _show_verdict(console, balance)
+    if any(others.values()):
+        grid.add_row("beside", _counts({k: n for k, n in others.items() if n}))
 
 
 def _show_processes(console: Console, status: Status) -> None:

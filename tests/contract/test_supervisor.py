@@ -276,6 +276,20 @@ def test_the_goal_is_the_last_step_and_its_full_checkpoint(cli: Cli) -> None:
         assert missing() == "the cut of step 2 is not trained"
 
 
+def test_a_fork_is_not_done_because_its_parent_is(cli: Cli) -> None:
+    with cli.place() as place:
+        append(place, "train_steps", cut(place, 1, "rows.0:0:a"), step(1))
+        append(place, "checkpoints", checkpoint(0), checkpoint(1))
+        assert judge(place.log, place.stage).is_reached
+    config = json.loads(cli.config.read_text())
+    cli.config.write_text(json.dumps(config | {"resume_from": "global_step_0"}))
+    with cli.place() as place:
+        assert "branch main.0" in judge(place.log, place.stage).missing
+        fork = ev.Branch(branch="main.0", parent="main", step=0, produced_at=1)
+        append(place, "checkpoints", fork)
+        assert judge(place.log, place.stage).missing == "step 0 of 1 is the last on the log"
+
+
 def test_without_total_steps_every_group_must_be_trained_or_dead(cli: Cli) -> None:
     config = json.loads(cli.config.read_text())
     config["buffer"]["total_steps"] = None
