@@ -62,8 +62,8 @@ def joined(group: Group, slot: int) -> JoinedMember:
     parts: dict[str, float] = {}
     spans: list[tuple[int, int, int, float]] = []
     total = 0.0
-    for source, weight in member.sources.items():
-        standing = member.scores[source]
+    for (source, weight), standing in zip(member.sources.items(), member.standings(), strict=True):
+        assert standing is not None, "only scored members are joined"
         parts[source] = standing.value
         total += weight * standing.value
         if standing.spans:
@@ -98,27 +98,24 @@ def fits(member: Member, standing: Standing) -> bool:
 
 def _fill_in(member: Member, value: float) -> None:
     for source in member.sources:
-        if source not in member.scores:
-            member.scores[source] = Standing(value, member.time_ms, DEFAULT_REVISION)
-    member.num_missing = 0
+        if member.standing(source) is None:
+            member.stand(source, Standing(value, member.time_ms, DEFAULT_REVISION))
 
 
 def _improve(member: Member | None, source: str, standing: Standing) -> bool:
     if member is None or member.state != LIVE or source not in member.sources:
         return False
-    held = member.scores.get(source)
+    held = member.standing(source)
     if not fits(member, standing) or (held and standing.revision <= held.revision):
         return False
-    if held is None:
-        member.num_missing -= 1
-    member.scores[source] = standing
+    member.stand(source, standing)
     return True
 
 
 def _expired(
     group: Group, slot: int, member: Member, num_scored: int, why: str, time_ms: int
 ) -> Dropped:
-    missing = [source for source in member.sources if source not in member.scores]
+    missing = [source for source in member.sources if member.standing(source) is None]
     wanted = f"no reward from {', '.join(missing)}" if missing else why
     detail = f"{wanted}; {num_scored} of {group.size} slots scored at stream time {time_ms}"
     return dropped(group, slot, group.holders[slot], "expired", detail)

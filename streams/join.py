@@ -115,7 +115,7 @@ class RewardJoin:
             self._open(group, group_size, number)
         outcomes: list[Outcome] = []
         if group.is_open and slot < group.size and slot not in group.holders:
-            member = Member(-1, time_ms, time_ms, INVALID, 1, (), {}, {}, detail[:MAX_DETAIL])
+            member = Member(-1, time_ms, time_ms, INVALID, 1, (), {}, [], detail[:MAX_DETAIL])
             group.num_waiting += 1
             self._hold(group, slot, attempt, member)
             self._book.take_early(group, slot, others_may_come=True)
@@ -340,10 +340,10 @@ class RewardJoin:
         group.is_closed, group.withheld = True, -1
         group.forget_at_ms = self._horizon(group.time_ms)
         group.seen = [
-            held.event_id
+            score.event_id
             for member in group.members.values()
-            for held in member.scores.values()
-            if held.event_id
+            for score in member.scores
+            if isinstance(score, Standing) and score.event_id
         ]
         self._book.orphan_early(group)
         after, group.after = group.after, []

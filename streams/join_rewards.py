@@ -37,16 +37,14 @@ class RewardBook:
                 group.after.append(Early(trajectory_id, source, 0, standing))
             return
         group.time_ms = max(group.time_ms, standing.time_ms)
-        held = member.scores.get(source)
+        held = member.standing(source)
         if held is not None and standing.revision <= held.revision:
             repeats = standing.revision == held.revision
             self.counts["duplicate" if repeats else "superseded"] += 1
             return
-        if held is None:
-            member.num_missing -= 1
-            group.num_waiting -= member.num_missing == 0
+        member.stand(source, standing)
+        group.num_waiting -= held is None and member.num_missing == 0
         self.counts["superseded" if held is not None and held.event_id else "applied"] += 1
-        member.scores[source] = standing
 
     def keep_early(
         self, group: Group, reward: Reward, standing: Standing, keep_until_ms: int

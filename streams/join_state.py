@@ -34,8 +34,9 @@ class Standing(msgspec.Struct, array_like=True, gc=False):
 class Member(msgspec.Struct, array_like=True, gc=False):
     """The trajectory that holds a slot.
 
-    `num_missing`: sources that have not scored it. An INVALID one holds its slot only until
-    `deadline_ms`, so that a valid attempt can still take it. `lengths`: tokens a sequence.
+    `scores` lie in the order of `sources`: None is missing, a bare number came in the record
+    without a span. `num_missing`: sources that have not scored it. `lengths`: tokens a sequence.
+    An INVALID one holds its slot only until `deadline_ms`: a valid attempt can still take it.
     """
 
     offset: int
@@ -45,8 +46,30 @@ class Member(msgspec.Struct, array_like=True, gc=False):
     num_missing: int
     lengths: tuple[int, ...]
     sources: dict[str, float]
-    scores: dict[str, Standing]
+    scores: list[float | Standing | None]
     detail: str = ""
+
+    def standing(self, source: str) -> Standing | None:
+        """What stands for one of its sources."""
+        return self._full(self.scores[self._place(source)])
+
+    def standings(self) -> list[Standing | None]:
+        """What stands for each of its sources, in their order."""
+        return [self._full(score) for score in self.scores]
+
+    def stand(self, source: str, standing: Standing) -> None:
+        """Let a reward stand for one of its sources."""
+        place = self._place(source)
+        self.num_missing -= self.scores[place] is None
+        self.scores[place] = standing
+
+    def _place(self, source: str) -> int:
+        return next(i for i, name in enumerate(self.sources) if name == source)
+
+    def _full(self, score: float | Standing | None) -> Standing | None:
+        if score is None or isinstance(score, Standing):
+            return score
+        return Standing(score, self.time_ms)
 
 
 class Early(msgspec.Struct, array_like=True, gc=False):
@@ -152,11 +175,12 @@ def member_of(trajectory: Trajectory, offset: int) -> Member:
     """What is remembered of a trajectory: where it lies, and the rewards it brought."""
     t, at = trajectory, trajectory.produced_at
     if t.is_failed:
-        return Member(offset, at, None, FAILED, 0, (), {}, {}, t.failure[:MAX_DETAIL])
+        return Member(offset, at, None, FAILED, 0, (), {}, [], t.failure[:MAX_DETAIL])
     deadline = None if t.reward_deadline_ms is None else at + t.reward_deadline_ms
     lengths = tuple([len(s.tokens) // 4 for s in t.sequences])
-    scores = _standings(t.scores, at)
-    missing = len(t.reward_sources) - len(scores)
+    brought = _brought(t.scores, at)
+    scores = [brought.get(source) for source in t.reward_sources]
+    missing = len(scores) - len(brought)
     return Member(offset, at, deadline, LIVE, missing, lengths, t.reward_sources, scores)
 
 
@@ -183,18 +207,19 @@ def split_id(trajectory_id: str) -> tuple[str, int, str]:
     )
 
 
-def _standings(scores: list[Score], time_ms: int) -> dict[str, Standing]:
+def _brought(scores: list[Score], time_ms: int) -> dict[str, float | Standing]:
     """Scores of one source are steps of one reward: their values add up."""
-    standings: dict[str, Standing] = {}
+    brought: dict[str, float | Standing] = {}
     for score in scores:
-        spans = _spans(score.span, score.value)
-        held = standings.get(score.source)
-        if held is None:
-            standings[score.source] = Standing(score.value, time_ms, spans=spans)
-        else:
-            held.value += score.value
-            held.spans += spans
-    return standings
+        held = brought.get(score.source)
+        if held is None and score.span is None:
+            brought[score.source] = score.value
+            continue
+        if not isinstance(held, Standing):
+            held = brought[score.source] = Standing(held or 0.0, time_ms)
+        held.value += score.value
+        held.spans += _spans(score.span, score.value)
+    return brought
 
 
 def _spans(span: Span | None, value: float) -> Spans:

@@ -91,9 +91,10 @@ class LastWins(RewardBook):
     """Wrong: a repeated revision replaces the first."""
 
     def apply(self, group, slot, source, standing):
-        held = group.members[slot].scores.get(source)
+        member = group.members[slot]
+        held = member.standing(source) if source in member.sources else None
         if held is not None and held.revision == standing.revision:
-            held.value = standing.value
+            member.stand(source, standing)
         super().apply(group, slot, source, standing)
 
 
