@@ -176,16 +176,10 @@ class PartitionJoin:
         payloads = self._payloads(closed)
         result = self._pipeline.run(closed, payloads, partition=self.partition, now_ms=self.now_ms)
         key = closed.group_id.encode()
-        for experience in result.experiences:
-            self.out.add(
-                Outgoing(
-                    "experiences",
-                    key,
-                    codec.encode(experience),
-                    self.partition,
-                    payloads[experience.slot].headers,
-                )
-            )
+        values = codec.encode_siblings(result.experiences)
+        for experience, value in zip(result.experiences, values, strict=True):
+            headers = payloads[experience.slot].headers
+            self.out.add(Outgoing("experiences", key, value, self.partition, headers))
         if not closed.revision:
             self.join.counts["experiences"] += len(result.experiences)
         for drop in result.drops:

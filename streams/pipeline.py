@@ -61,6 +61,8 @@ class Pipeline:
                 result.drop(member.slot, member.trajectory_id, "invalid", "its record is gone")
         for name, step in self._filters:
             self._apply(name, step, result)
+        if self._filters:
+            result.reject_unsound(self._filters[-1][0])
         priorities = self._finish(result)
         scored = [
             GroupMember(slot=m.slot, trajectory_id=m.trajectory_id, reward=m.reward)
@@ -180,6 +182,14 @@ class _Result:
                 self.drop(member.slot, member.trajectory_id, reason, details[member.slot], where)
         self.group.members = [m for m in self.group.members if m.slot not in details]
 
+    def reject_unsound(self, where: str) -> None:
+        """Users' operators may leave anything in a member; only what can be encoded goes on."""
+        found = [Rejection(m.slot, what) for m in self.group.members if (what := _unsound(m))]
+        self.reject(found, "invalid", where)
+        for member in self.group.scored:
+            if not isinstance(member.reward, int | float):
+                member.reward = math.nan
+
     def refuse(self, members: Sequence[Candidate], where: str, error: Exception) -> None:
         detail = f"{where}: {type(error).__name__}: {error}"
         self.failures += [(m.slot, detail) for m in members]
@@ -225,6 +235,20 @@ def token_rewards(
             values[starts[sequence] + end - 1] += value
     values[-1] += reward - values.sum()
     return pack_floats(values)
+
+
+def _unsound(member: Candidate) -> str:
+    """What of a member no experience can carry; empty when nothing."""
+    if not isinstance(member.reward, int | float):
+        return f"reward is {member.reward!r}, no number"
+    if not all(
+        isinstance(k, str) and isinstance(v, int | float) for k, v in member.metrics.items()
+    ):
+        return f"metrics {member.metrics!r} are no numbers by name"
+    mask = member.loss_mask
+    if mask is not None and (len(mask) != member.payload.num_tokens or mask.strip(b"\0\1")):
+        return f"loss_mask is not {member.payload.num_tokens} times 0 or 1"
+    return ""
 
 
 def _group(closed: Closed, payloads: Mapping[int, Payload]) -> JoinedGroup:

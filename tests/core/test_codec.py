@@ -319,3 +319,43 @@ def test_event_time_ahead_of_the_log_is_refused():
     check_time(61_000, 1_000, 60_000)
     with pytest.raises(InvalidEvent, match=r"60.0 s after the log's own time"):
         check_time(61_001, 1_000, 60_000)
+
+
+def test_siblings_encode_as_each_alone():
+    group = [
+        events.GroupMember(slot=i, trajectory_id=f"g:{i}:a", reward=float(i)) for i in range(3)
+    ]
+    experiences = [
+        events.Experience(
+            trajectory_id=f"g:{i}:a",
+            reward_revision=0,
+            group_id="g",
+            slot=i,
+            number=1,
+            branch="main",
+            min_policy_version=0,
+            max_policy_version=0,
+            num_tokens=2,
+            num_trained_tokens=1,
+            reward=float(i),
+            reward_parts={"judge": float(i)},
+            group=group,
+            group_experiences=3,
+            loss_mask=bytes(2) if i else None,
+            metrics={"a": 1.0},
+            trajectory=b"trajectory",
+            trajectory_partition=0,
+            trajectory_offset=i,
+            produced_at=5,
+        )
+        for i in range(3)
+    ]
+    assert codec.encode_siblings(experiences) == [codec.encode(e) for e in experiences]
+    assert codec.encode_siblings([]) == []
+
+
+def test_the_first_fields_of_a_broken_record_can_be_read():
+    value = codec.encode(events.Ended(branch="main", num_groups=3, produced_at=5))
+    assert codec.peek(value[:-1], events.Ended, 2) == {"branch": "main", "num_groups": 3}
+    assert codec.peek(value[:12], events.Ended, 2) == {}
+    assert codec.peek(value, events.Task, 1) == codec.peek(b"{}", events.Ended, 1) == {}

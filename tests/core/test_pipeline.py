@@ -134,6 +134,36 @@ class Away:
         raise ValueError("no number")
 
 
+class Careless:
+    """A user's mapper that leaves in a member what no experience can carry."""
+
+    def __init__(self, field: str, value: object) -> None:
+        self.field, self.value = field, value
+
+    def apply(self, group):
+        setattr(group.members[0], self.field, self.value)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("reward", "high"),
+        ("reward", None),
+        ("metrics", {"a": "b"}),
+        ("loss_mask", b"\1"),
+        ("loss_mask", b"\2\1\1\1"),
+    ],
+)
+def test_what_an_operator_leaves_unsound_is_an_invalid_drop(monkeypatch, field, value):
+    monkeypatch.setitem(sys.modules, "users_operators", SimpleNamespace(Careless=Careless))
+    name = "users_operators.Careless"
+    runner = with_filters(name, **{name: {"field": field, "value": value}})
+    runner.feed(*[scored(f"g:{i}:a", 1.0, size=2) for i in range(2)])
+    assert [(e.slot, e.group_experiences) for e in runner.experiences] == [(1, 1)]
+    assert [(d.slot, d.reason, d.where) for d in runner.drops] == [(0, "invalid", name)]
+
+
 @pytest.fixture
 def users_class(monkeypatch) -> str:
     """Dotted path of a class of the user."""
