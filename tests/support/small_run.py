@@ -141,10 +141,10 @@ class SmallRun:
         files = [self.folder / "run.log", *sorted(self.job.rglob("log/*.log"))]
         return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files if f.exists())
 
-    def tool(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def tool(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Another command of the product on this run, such as status."""
         return subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=60, check=False
+            self.command(*words), capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def children(self, name: str = "") -> list[psutil.Process]:
