@@ -163,7 +163,7 @@ def _state(trajectory_id: str, found: list[Found], group: Group | None) -> str:
 def _waits(trajectory_id: str, group: Group) -> str:
     slot = int(trajectory_id.split(":")[-2])
     member = group.members.get(slot)
-    missing = sorted(set(member.sources) - set(member.scores)) if member else []
+    missing = sorted(member.missing) if member else []
     if member and missing:
         until = ""
         if member.deadline_ms is not None:

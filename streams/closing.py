@@ -97,9 +97,8 @@ def fits(member: Member, standing: Standing) -> bool:
 
 
 def _fill_in(member: Member, value: float) -> None:
-    for source in member.sources:
-        if member.standing(source) is None:
-            member.stand(source, Standing(value, member.time_ms, DEFAULT_REVISION))
+    for source in member.missing:
+        member.stand(source, Standing(value, member.time_ms, DEFAULT_REVISION))
 
 
 def _improve(member: Member | None, source: str, standing: Standing) -> bool:
@@ -115,7 +114,7 @@ def _improve(member: Member | None, source: str, standing: Standing) -> bool:
 def _expired(
     group: Group, slot: int, member: Member, num_scored: int, why: str, time_ms: int
 ) -> Dropped:
-    missing = [source for source in member.sources if member.standing(source) is None]
+    missing = member.missing
     wanted = f"no reward from {', '.join(missing)}" if missing else why
     detail = f"{wanted}; {num_scored} of {group.size} slots scored at stream time {time_ms}"
     return dropped(group, slot, group.holders[slot], "expired", detail)

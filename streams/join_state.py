@@ -49,6 +49,12 @@ class Member(msgspec.Struct, array_like=True, gc=False):
     scores: list[float | Standing | None]
     detail: str = ""
 
+    @property
+    def missing(self) -> list[str]:
+        """Sources that have not scored it."""
+        scored = zip(self.sources, self.scores, strict=False)
+        return [source for source, score in scored if score is None]
+
     def standing(self, source: str) -> Standing | None:
         """What stands for one of its sources."""
         return self._full(self.scores[self._place(source)])
