@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,8 +152,13 @@ def environment_of(stage: Stage, spec: ProcessSpec) -> dict[str, str]:
     return environment
 
 
-def stop_in_order(children: list[Child], order: tuple[str, ...], grace_s: float) -> None:
-    """SIGTERM to one kind after the other, then SIGKILL to what is left after `grace_s`."""
+def stop_in_order(
+    children: list[Child], order: tuple[str, ...], grace_s: float, meanwhile: Callable[[], None]
+) -> None:
+    """SIGTERM to one kind after the other, then SIGKILL to what is left after `grace_s` each.
+
+    `meanwhile` is called about twenty times a second.
+    """
     for command in order:
         group = [c for c in children if c.spec.command == command and c.is_running]
         for child in group:
@@ -160,6 +166,7 @@ def stop_in_order(children: list[Child], order: tuple[str, ...], grace_s: float)
             child.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while any(c.is_running for c in group) and time.monotonic() < deadline:
+            meanwhile()
             time.sleep(0.05)
     kill_all(children)
 

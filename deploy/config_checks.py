@@ -13,7 +13,10 @@ from .config_buffer import Taskset
 from .config_schema import Config
 
 _ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
-_SECRET = re.compile(r"(api_key|token|password|passwd|secret|credential)s?\Z", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(api_?key|password|passwd|secret|credentials?)\Z|^(.*(auth|access|api|hf|bearer)_)?token\Z",
+    re.IGNORECASE,
+)
 _TOPICS_TO_JOIN = ("trajectories", "rewards")
 _TOPICS = (
     "tasks trajectories rewards experiences clock drops train_steps checkpoints evaluations "

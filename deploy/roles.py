@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
+import zlib
 from pathlib import Path
 
 from ..schemas.errors import ConfigError
@@ -112,7 +113,8 @@ def _log_to_stderr(run: Run) -> None:
 
 
 def _import_file(path: Path) -> None:
-    name = f"streamrft_plugin_{path.stem}"
+    # the folder is part of the name: two folders may hold files of one name
+    name = f"streamrft_plugin_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)

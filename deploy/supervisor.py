@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Protocol
 
-from ..schemas.errors import ConfigError, Fenced, LogUnavailable, StreamrftError, Timeout
+from ..schemas.errors import ConfigError, Fenced, LogError, LogUnavailable, StreamrftError, Timeout
 from ..streams import faults
 from ..streams.log import Lease, Log
 from ..streams.process import Process
@@ -109,11 +109,11 @@ class _Supervisor:
                     self._run_stage(stage)
         except Interrupted as error:
             self._screen.say(str(error))
-            stop_in_order(self._children, _STOP_ORDER, _GRACE_S)
+            self._stop_children()
             return 128 + error.number
         except (GaveUp, Fenced) as error:
             self._screen.say(f"failed: {error}")
-            stop_in_order(self._children, _STOP_ORDER, _GRACE_S)
+            self._stop_children()
             return 1
         finally:
             kill_all(self._children)
@@ -152,7 +152,7 @@ class _Supervisor:
             except LogUnavailable as error:
                 self._screen.say(f"the log does not answer, going on: {error}")
                 time.sleep(_LOG_PAUSE_S)
-        stop_in_order(self._children, _STOP_ORDER, _GRACE_S)
+        self._stop_children()
         verdict = judge(self._log, stage)
         assert self._process is not None
         self._process.ended()
@@ -236,6 +236,16 @@ class _Supervisor:
             return True
         self._trained_at = self._trained_at or time.monotonic()
         return time.monotonic() - self._trained_at > _LAST_WAIT_S
+
+    def _stop_children(self) -> None:
+        stop_in_order(self._children, _STOP_ORDER, _GRACE_S, self._keep_lease)
+
+    def _keep_lease(self) -> None:
+        """While everything ends: a lease lost now changes nothing any more."""
+        try:
+            self._renew()
+        except LogError:
+            self._lease = None
 
     def _renew(self) -> None:
         now = time.monotonic()

@@ -19,8 +19,11 @@ from cli_run import Cli, append, cli_with_topics, cut
 
 from streamrft.deploy.children import MAX_FAILURES, MAX_SAME_FAILURES, Child, environment_of
 from streamrft.deploy.goal import dead_groups, judge
+from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
+from streamrft.deploy.roles import load_plugins
 from streamrft.schemas import events as ev
+from streamrft.schemas.errors import ConfigError
 from streamrft.streams.lineage import Lineage
 
 CONFIG: dict[str, Any] = {
@@ -113,6 +116,42 @@ def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
     process.kill()
     process.wait(10)
     wait_for(lambda: not supervised.children(), "end of all children", 5)
+
+
+def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
+    script = (
+        "import sys, time\n"
+        "from streamrft.deploy.parent import die_with_parent\n"
+        "sys.platform = 'darwin'\n"
+        "die_with_parent()\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
+    )
+    assert process.stdin and process.stdout
+    assert process.stdout.readline() == b"ready\n"
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(10) == -signal.SIGKILL
+    process.stdout.close()
+
+
+def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.py").write_text(
+            f"import pathlib\npathlib.Path({str(folder / 'seen')!r}).touch()"
+        )
+    load_plugins(tuple(map(str, folders)))
+    assert all((folder / "seen").exists() for folder in folders)
+    with pytest.raises(ConfigError, match="is no folder"):
+        load_plugins((str(tmp_path / "c"),))
 
 
 def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> None:
