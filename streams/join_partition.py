@@ -257,7 +257,7 @@ class PartitionJoin:
             key=record.key,
             value=value,
             headers=dict(record.headers),
-            error=reason,
+            error=reason.encode(errors="replace").decode(),
             reader=self._reader,
             produced_at=self.now_ms,
         )

@@ -219,8 +219,10 @@ class JoinWorker:
             self._process.idle(f"partition {partition}: {held.reason}")
         elif is_moved:
             self._process.alive()
-        else:
+        elif self._units:
             self._process.idle("trajectories and rewards")
+        else:
+            self._process.idle("a share of the partitions")
 
     def _metrics(self) -> dict[str, float]:
         """Counters of this worker's partitions, summed."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections import Counter
 
 import pytest
-from join_reference import reference
+from join_reference import Step, Tick, reference
 from join_run import JoinRun, wait_for
 from join_scripts import failed, result_of, rew, scored, traj
 
+from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Limits, open_log
@@ -116,6 +118,64 @@ def test_a_worker_paused_past_its_lease_publishes_nothing_when_it_wakes(url, run
                 assert worker.wait() == 0
 
 
+def waiting(num_groups: int, seed: int) -> list[Event]:
+    """Groups of two, judged in time, late or never; each closes by time at the latest."""
+    rng, events = random.Random(seed), []
+    for g in range(num_groups):
+        for slot in range(2):
+            name, at = f"w{seed}.{g}:{slot}:a", now_ms()
+            if rng.random() < 0.15:
+                continue
+            deadlines = dict(reward_deadline_ms=rng.choice((300, 1_200)), group_deadline_ms=900)
+            events.append(traj(name, size=2, at=at, **deadlines))
+            if rng.random() < 0.7:
+                events.append(rew(name, rng.random(), at=at + rng.choice((0, 300, 301))))
+            if rng.random() < 0.1:
+                events.append(rew(f"{name}-never", 1.0, at=at))
+    rng.shuffle(events)
+    return events
+
+
+def as_read(run: JoinRun, partition: int) -> list[Step]:
+    """What the log says one partition read: between two clock events the order does not matter."""
+    rest = {
+        topic: [
+            (r.offset, codec.decode(r.value, kind))
+            for r in run.records(topic)
+            if r.partition == partition
+        ]
+        for topic, kind in (("trajectories", ev.Trajectory), ("rewards", ev.Reward))
+    }
+    steps: list[Step] = []
+    clocks = [c for c in run.events("clock", ev.Clock) if c.partition == partition]
+    for clock in clocks:
+        for topic, end in clock.positions.items():
+            steps += [event for offset, event in rest[topic] if offset < end]
+            rest[topic] = [(offset, event) for offset, event in rest[topic] if offset >= end]
+        steps.append(Tick(clock.time_ms))
+    return steps + [event for topic in rest for _, event in rest[topic]]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_deadlines_of_killed_workers_close_as_the_recorded_clocks_say(url, run, seed):
+    rng = random.Random(seed)
+    for wave in range(4):
+        with run.spawn(url, settings=SETTINGS, name=f"join-{wave}"):
+            for _ in range(4):
+                send(run, waiting(5, seed=rng.randrange(10**6)))
+                time.sleep(rng.uniform(0.0, 0.3))
+    with run.spawn(url, settings=SETTINGS, name="join-last"):
+        num = run.num("trajectories")
+        wait_for(lambda: run.counters().get("trajectories") == num)
+        wait_for(lambda: run.counters()["open_groups"] == 0)
+    found = result_of(run.experiences(), run.drops())
+    expected = [reference(as_read(run, p), StreamSettings(**SETTINGS)) for p in range(4)]
+    assert found.experiences == {k: v for e in expected for k, v in e.experiences.items()}
+    assert found.drops == sum((e.drops for e in expected), Counter())
+    assert {reason for _, reason, _ in found.drops} == {"expired"}
+    assert len(found.experiences) > 20
+
+
 def test_two_workers_share_the_partitions_and_one_may_leave(url, run):
     events = history(100, seed=6)
     with (
@@ -123,13 +183,15 @@ def test_two_workers_share_the_partitions_and_one_may_leave(url, run):
         run.spawn(url, settings=SETTINGS, name="join-1"),
     ):
         send(run, events, chunk=10)
-        wait_for(lambda: run.num("experiences") > 20)
+        wait_for(lambda: readers(run) == {"join-0", "join-1"})
         first.send(signal.SIGTERM)
         assert first.wait() == 0
         more = history(40, seed=7)
         send(run, more)
         settled(run, events + more)
-    readers = {
-        b.process for b in run.events("heartbeats", ev.Heartbeat) if b.metrics.get("partitions")
-    }
-    assert readers == {"join-0", "join-1"}
+
+
+def readers(run: JoinRun) -> set[str]:
+    """Workers that said they hold partitions."""
+    beats = run.events("heartbeats", ev.Heartbeat)
+    return {b.process for b in beats if b.metrics.get("partitions")}
