@@ -216,6 +216,13 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
             f"synchronizer.sync_style: {sync.sync_style} runs as fully_async, bounded by "
             "synchronizer.max_staleness."
         )
+    tasks, group = config.buffer.batch_size, config.algorithm.repeat_times
+    size = config.buffer.train_batch_size
+    if rolls_out(config) and size and size != tasks * group:
+        yield (
+            f"buffer.batch_size: {tasks} tasks give {tasks * group} experiences, but "
+            f"train_batch_size is {size}; {size // group} groups are published and trained a step."
+        )
     if source and source.path and not uses_sft(config):
         yield (
             f"buffer.trainer_input.experience_buffer.path: {source.path} is not written; "

@@ -87,9 +87,20 @@ def _start(process: Process, run: Run, stage: Stage, command: str) -> None:
     else:
         stage = with_model(process.log, stage)
         assert stage.trainer is not None
+        _check_model(stage.trainer.model_path)
         from ..consumers.trainer import run_trainer
 
         run_trainer(process, stage.trainer)
+
+
+def _check_model(path: str) -> None:
+    """Refuse a folder that is missing here; a hub name has at most one slash and no dot first."""
+    is_folder = path.startswith(("/", ".", "~")) or ("://" not in path and path.count("/") > 1)
+    if is_folder and not Path(path).is_dir():
+        raise ConfigError(
+            f"model.model_path: {path} is no folder here (seen from {Path.cwd()}). Name a Hugging "
+            "Face model folder, or a model of the hub such as Qwen/Qwen2.5-0.5B-Instruct."
+        )
 
 
 def _check_role(stage: Stage, command: str) -> None:

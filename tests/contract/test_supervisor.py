@@ -216,6 +216,19 @@ def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines
     assert not supervised.children()
 
 
+def test_a_model_folder_that_is_missing_ends_the_run_before_torch_is_imported(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.yaml"
+    model = {"model_path": "/nowhere/model", "max_model_len": 64}
+    own = {"checkpoint_root_dir": str(tmp_path / "runs"), "mode": "train", "model": model}
+    path.write_text(json.dumps(CONFIG | own))
+    command = [sys.executable, "-m", "streamrft.deploy.cli", "train", "-c", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("streamrft train: model.model_path: /nowhere/model is no folder")
+
+
 def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> None:
     supervised.started()
     supervised.end()
