@@ -5,6 +5,7 @@ A feed applies what is ready and says how far it got; the worker commits exactly
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -148,19 +149,27 @@ class HistoryFeed:
     def _follow_clocks(self, unit: PartitionJoin) -> None:
         while self._waiting["clock"]:
             record = self._waiting["clock"][0]
-            clock = codec.decode(record.value, Clock)
-            for topic, position in clock.positions.items():
-                waiting = self._waiting[topic]
-                while waiting and waiting[0].offset < position:
-                    unit.take(waiting.popleft())
-            if any(self._applied(topic) < at for topic, at in clock.positions.items()):
+            try:
+                clock = codec.decode(record.value, Clock)
+            except UndecodableRecord as error:
+                unit.dead_letter(record, error)
+                self._waiting["clock"].popleft()
+                continue
+            if not self._reach(unit, clock.positions):
                 return
             self._waiting["clock"].popleft()
             unit.tick(clock.time_ms)
         if self._is_at_end("clock"):
-            for topic in ("trajectories", "rewards"):
-                while self._waiting[topic]:
-                    unit.take(self._waiting[topic].popleft())
+            self._reach(unit, {})
+
+    def _reach(self, unit: PartitionJoin, positions: Mapping[str, int]) -> bool:
+        """Apply records before the positions (all that came, without); whether that is all."""
+        for topic in ("trajectories", "rewards"):
+            waiting = self._waiting[topic]
+            end = positions.get(topic, 0) if positions else math.inf
+            while waiting and waiting[0].offset < end:
+                unit.take(waiting.popleft())
+        return all(self._applied(t) >= at for t, at in positions.items() if t in self._sources)
 
     def _merge(self, unit: PartitionJoin) -> None:
         """Apply the older head of both topics, as long as both heads are known."""

@@ -142,10 +142,10 @@ class PartitionJoin:
         except InvalidEvent as error:
             counts["rewards"] += 1
             counts["refused"] += 1
-            self._dead_letter(record, error)
+            self.dead_letter(record, error)
             return
         except UndecodableRecord as error:
-            self._dead_letter(record, error)
+            self.dead_letter(record, error)
             return
         if len(outcomes) == 1 and isinstance(outcomes[0], Misaddressed):
             self._forward(record, outcomes[0])
@@ -218,7 +218,7 @@ class PartitionJoin:
             return None
 
     def _refuse_trajectory(self, record: Record, error: Exception) -> None:
-        self._dead_letter(record, error)
+        self.dead_letter(record, error)
         value = record.value or b""
         fields = codec.peek(value, Trajectory, _NUM_HEAD_FIELDS) or codec.peek(value, Trajectory, 1)
         trajectory_id = fields.get("trajectory_id", "")
@@ -244,7 +244,8 @@ class PartitionJoin:
         is_here = home == self.partition and fields.get("group_id") == group_id
         return size if is_here and isinstance(size, int) else 0
 
-    def _dead_letter(self, record: Record, error: Exception) -> None:
+    def dead_letter(self, record: Record, error: Exception) -> None:
+        """Set a bad record aside, with its position and the reason."""
         self.join.counts["dead_letters"] += 1
         value, reason = record.value, f"{type(error).__name__}: {error}"
         around = len(reason) + sum(len(k) + len(v) + 20 for k, v in record.headers) + 1024
@@ -274,4 +275,4 @@ class PartitionJoin:
             payload.value,
             payload.headers,
         )
-        self._dead_letter(record, StreamrftError(error))
+        self.dead_letter(record, StreamrftError(error))

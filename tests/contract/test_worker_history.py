@@ -70,11 +70,13 @@ def test_a_run_over_recorded_clocks_closes_what_was_closed_live(run, log, place)
         run.drive(lambda before=before: run.counters().get("groups", 0) >= before + 5, LIVE)
     assert run.counters()["groups"] > 10
     again = JoinRun(log, namespace=place.name("again"))
+    again.send_raw("clock", b"no clock", partition=0)
     copy(run, again, "trajectories", "rewards", "clock")
     num_clocks = again.num("clock")
     again.drive(lambda: again.counters().get("groups") == run.counters()["groups"], AGAIN)
     assert results(again) == results(run)
     assert again.num("clock") == num_clocks
+    assert [letter.value for letter in again.dead_letters()] == [b"no clock"]
     assert again.counters()["open_groups"] == run.counters()["open_groups"]
 
 
