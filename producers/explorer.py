@@ -26,6 +26,7 @@ logger = logging.getLogger("streamrft")
 
 _LOG_TIMEOUT_S = 60.0
 _RATE_WINDOW_S = 10.0
+_WAIT_S, _GATHER_S = 0.2, 0.005
 
 
 def run_explorer(process: Process, settings: ExplorerSettings) -> None:
@@ -179,14 +180,17 @@ class Explorer:
     # --- publishing
 
     def _ended(self) -> list[Outcome]:
-        """What has ended; waits a little for the first, so that polling goes on."""
+        """What has ended; waits a little for the first, less for those that end with it."""
         ended: list[Outcome] = []
-        timeout_s = 0.2 if self._num_running else 0.0
+        deadline = time.monotonic() + _WAIT_S
         try:
-            while True:
-                ended.append(self._loop.outcomes.get(timeout=timeout_s if not ended else 0))
+            while len(ended) < self._num_running:
+                left_s = deadline - time.monotonic()
+                ended.append(self._loop.outcomes.get(timeout=max(0.0, left_s)))
+                deadline = min(deadline, time.monotonic() + _GATHER_S)
         except queue.Empty:
-            return ended
+            pass
+        return ended
 
     def _publish(self, ended: list[Outcome]) -> None:
         """Trajectories first, acknowledged; then the tasks that they end."""

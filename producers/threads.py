@@ -12,11 +12,35 @@ R = TypeVar("R")
 _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
+class Pool:
+    """Daemon threads, started when all others are busy, at most `max_threads`."""
+
+    def __init__(self, max_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._left = max_threads
+
+    async def call(self, function: Callable[..., R], *args: Any) -> R:
+        """Call `function` in one of them; a cancelled wait leaves it running."""
+        job = _job(function, args)
+        self._jobs.put(job)
+        if not self._idle.acquire(blocking=False) and self._left:
+            self._left -= 1
+            threading.Thread(target=self._body, daemon=True).start()
+        return await job[1]
+
+    def _body(self) -> None:
+        while True:
+            _do(self._jobs.get())
+            self._idle.release()
+
+
+_POOL = Pool(64)
+
+
 async def in_thread(function: Callable[..., R], *args: Any) -> R:
-    """Call `function` in a thread of its own; a cancelled wait leaves it running."""
-    job = _job(function, args)
-    threading.Thread(target=_do, args=(job,), daemon=True).start()
-    return await job[1]
+    """Call what may block, in a thread that the end of the process does not wait for."""
+    return await _POOL.call(function, *args)
 
 
 class Worker:
