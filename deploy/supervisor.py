@@ -260,9 +260,10 @@ class _Supervisor:
                 os._exit(128 + number)
             self._signal = number
 
-        signal.signal(signal.SIGINT, on_signal)
-        signal.signal(signal.SIGTERM, on_signal)
-        signal.signal(signal.SIGHUP, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup and background jobs ignore some on purpose
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, on_signal)
 
     def _check_signal(self) -> None:
         if self._signal:
