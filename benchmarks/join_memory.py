@@ -18,7 +18,7 @@ import psutil
 
 from streamrft.schemas import events as ev
 from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs
-from streamrft.streams.join import RewardJoin
+from streamrft.streams.join.join import RewardJoin
 from streamrft.streams.log import Position
 from streamrft.streams.settings import StreamSettings
 

@@ -19,7 +19,7 @@ from ..streams import faults
 from ..streams.lineage import Lineage
 from ..streams.process import Process
 from .announcer import Announcer
-from .learner import Learner
+from .learning.learner import Learner
 from .lease import LeaseKeeper
 from .peers import Peers
 from .recorded import History

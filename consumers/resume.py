@@ -18,7 +18,7 @@ from .recorded import History
 from .saving import EXTRA_FILE, OPTIMIZER_FILE
 
 if TYPE_CHECKING:
-    from .learner import Learner
+    from .learning.learner import Learner
 
 logger = logging.getLogger("streamrft")
 

@@ -19,7 +19,7 @@ from .settings import TrainerSettings
 from .sources.source import Source
 
 if TYPE_CHECKING:
-    from .learner import Learner
+    from .learning.learner import Learner
 
 logger = logging.getLogger("streamrft")
 

@@ -1,4 +1,4 @@
-"""What the trainer is told; deploy/config.py fills it from the YAML file."""
+"""What the trainer is told; deploy/config fills it from the YAML file."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from ..streams.process import Process
 from ..streams.rows import Rows, open_rows
 from .announcer import Announcer
 from .checkpoints import CheckpointStore
-from .learner import Learner
+from .learning.learner import Learner
+from .learning.supervised import examples_from_rows
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
 from .peers import Peers
@@ -26,7 +27,6 @@ from .sources.members import BatchRules
 from .sources.online import OnlineSource
 from .sources.rows import RowSource
 from .sources.source import Source
-from .supervised import examples_from_rows
 
 
 def run_trainer(process: Process, settings: TrainerSettings) -> None:

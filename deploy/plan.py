@@ -12,11 +12,11 @@ from ..consumers.settings import TrainerSettings
 from ..producers.settings import ExplorerSettings, SchedulerSettings
 from ..schemas.errors import ConfigError
 from ..streams.settings import StreamSettings
-from .config import load
-from .config_checks import rolls_out, uses_sft
-from .config_schema import Config, StageConfig
-from .settings_roll import explorer_settings, scheduler_settings, stream_settings
-from .settings_train import trainer_settings
+from .config.checks import rolls_out, uses_sft
+from .config.load import load
+from .config.rollout import explorer_settings, scheduler_settings, stream_settings
+from .config.schema import Config, StageConfig
+from .config.training import trainer_settings
 
 if TYPE_CHECKING:
     from ..schemas.topics import Topics

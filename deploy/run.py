@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from .config_checks import is_secret_name
+from .config.checks import is_secret_name
+from .config.training import groups_a_step
 from .plan import Run, Stage, plan
-from .settings_train import groups_a_step
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -20,8 +20,8 @@ def run_command(args: argparse.Namespace) -> int:
             print(f"warning: {warning}", file=sys.stderr)
         print(resolved_text(run), end="")
         return 0
-    from .display import screen_for
     from .supervisor import supervise
+    from .views.display import screen_for
 
     if args.stage is not None:
         run.stage(args.stage)

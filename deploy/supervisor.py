@@ -15,18 +15,11 @@ from ..schemas.errors import ConfigError, Fenced, LogError, LogUnavailable, Stre
 from ..streams import faults
 from ..streams.log import Lease, Log
 from ..streams.process import Process
-from .children import (
-    Child,
-    command_of,
-    describe,
-    environment_of,
-    kill_all,
-    stop_in_order,
-)
+from .children import Child, command_of, describe, environment_of, kill_all, stop_in_order
 from .goal import judge
 from .handover import newest_full
-from .place import has_topics
 from .plan import Run, Stage
+from .views.place import has_topics
 
 LEASE_MS = 10_000
 _LEASE_WAIT_MS = 1_000

@@ -1,4 +1,4 @@
-"""What scheduler and explorers are told; deploy/config.py fills it from the YAML file."""
+"""What scheduler and explorers are told; deploy/config fills it from the YAML file."""
 
 from __future__ import annotations
 

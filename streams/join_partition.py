@@ -18,10 +18,10 @@ from ..schemas.errors import (
 from ..schemas.events import Clock, DeadLetter, Drop, Reward, Trajectory, is_id
 from ..schemas.topics import Topics, partition_for
 from ..schemas.validate import check_time
-from .join import RewardJoin
+from .join.join import RewardJoin
+from .join.outcomes import Closed, Dropped, Misaddressed, Outcome
 from .log import Log, Position, Record
 from .outbox import COUNTERS_KEY, Outbox, Outgoing, encode_counters
-from .outcomes import Closed, Dropped, Misaddressed, Outcome
 from .payloads import Payload, PayloadCache
 from .pipeline import Pipeline, drop_event
 from .settings import StreamSettings

@@ -279,7 +279,7 @@ def open_log(url: str, limits: Limits | None = None) -> Log:
     """
     scheme = urlsplit(url).scheme
     if scheme == "sqlite":
-        from .sqlite_log import SqliteLog
+        from .sqlite.log import SqliteLog
 
         return SqliteLog(url, limits or Limits())
     if scheme == "kafka":

@@ -17,7 +17,7 @@ from ..schemas.arrays import pack_floats
 from ..schemas.errors import StreamrftError
 from ..schemas.events import Drop, DropReason, Experience, GroupMember
 from .filters import Candidate, Filter, JoinedGroup, Rejection, build_filters
-from .outcomes import Closed, Dropped, JoinedMember
+from .join.outcomes import Closed, Dropped, JoinedMember
 from .payloads import Payload
 from .priority import build_priority
 from .settings import StreamSettings

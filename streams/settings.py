@@ -1,4 +1,4 @@
-"""What the join and its pipeline are told; deploy/config.py fills it from the YAML file."""
+"""What the join and its pipeline are told; deploy/config fills it from the YAML file."""
 
 from __future__ import annotations
 

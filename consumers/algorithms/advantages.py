@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...schemas.errors import ConfigError
-from ..examples import TrainingExample
+from ..learning.examples import TrainingExample
 from .registry import ADVANTAGES
 
 # one number for all trained tokens, one a trained token, or None: leave the experience out

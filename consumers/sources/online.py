@@ -17,7 +17,7 @@ from ...schemas.events import Cut, Drop, Ended, Experience, Task, Trajectory, no
 from ...schemas.topics import Topics
 from ...streams.log import Log, Partition, Position, Record
 from ..announcer import Announcer
-from ..examples import TrainingExample
+from ..learning.examples import TrainingExample
 from .groups import GroupAssembly
 from .members import BatchRules, Lineage, Member, member_of
 from .payloads import Payloads, UnusableExperience

@@ -15,7 +15,7 @@ from ...schemas.errors import (
 from ...schemas.events import CutMember, Experience, Trajectory
 from ...streams import blobs
 from ...streams.log import Log, Position, Record
-from ..examples import TrainingExample, examples_from_experience
+from ..learning.examples import TrainingExample, examples_from_experience
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...schemas.events import Cut
 from ...streams.rows import Row, Rows
-from ..examples import TrainingExample
+from ..learning.examples import TrainingExample
 from .source import Batch
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...schemas.events import Cut, CutMember
-from ..examples import TrainingExample
+from ..learning.examples import TrainingExample
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,7 @@ import time
 import pytest
 from log_process import read, wait_for
 
-from streamrft.schemas.errors import (
-    ConfigError,
-    Fenced,
-    LogError,
-    LogUnavailable,
-)
+from streamrft.schemas.errors import ConfigError, Fenced, LogError, LogUnavailable
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 
 
@@ -204,7 +199,7 @@ def append_later(url, topic, written):
 
 
 def test_poll_of_large_records_is_bounded_in_bytes(log, topic, partitions, monkeypatch):
-    monkeypatch.setattr("streamrft.streams.sqlite_consumer._MAX_POLL_BYTES", 1_000)
+    monkeypatch.setattr("streamrft.streams.sqlite.consumer._MAX_POLL_BYTES", 1_000)
     producer = log.producer()
     for i in range(12):
         producer.send(topic, b"%03d" % i * 200, partition=i % 2)

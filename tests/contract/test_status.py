@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli_run import Cli, append, cli_with_topics, cut, join_everything, small_run, trajectory
 
-from streamrft.deploy.status import status_of
+from streamrft.deploy.views.status import status_of
 
 REWARD = {"event_id": "r1", "trajectory_id": "rows.2:0:a", "source": "human", "value": 0.5}
 

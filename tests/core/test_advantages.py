@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrft.consumers.algorithms.build import build_algorithm
-from streamrft.consumers.examples import TrainingExample, TrainingSequence
+from streamrft.consumers.learning.examples import TrainingExample, TrainingSequence
 from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings
 from streamrft.schemas.errors import ConfigError
 

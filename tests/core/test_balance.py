@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrft.streams.balance import balance
+from streamrft.streams.sqlite.balance import balance
 
 members = st.lists(st.integers(1, 20), min_size=1, max_size=8, unique=True)
 holders = st.dictionaries(st.integers(0, 30), st.one_of(st.none(), st.integers(1, 20)), max_size=30)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrft.consumers.batches import assemble, flatten, plan
-from streamrft.consumers.examples import TrainingSequence
+from streamrft.consumers.learning.batches import assemble, flatten, plan
+from streamrft.consumers.learning.examples import TrainingSequence
 
 
 def sequence(mask: list[int], *, first: int = 0, temperature: float = 1.0) -> TrainingSequence:

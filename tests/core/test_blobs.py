@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from streamrft.schemas import arrays, codec
-from streamrft.schemas.errors import (
-    ConfigError,
-    MissingExtra,
-    StorageCorrupt,
-    StorageUnavailable,
-)
+from streamrft.schemas.errors import ConfigError, MissingExtra, StorageCorrupt, StorageUnavailable
 from streamrft.schemas.events import Sequence, Trajectory, Turn
 from streamrft.streams import blobs
 

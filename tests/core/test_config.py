@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from streamrft.deploy.config import load, merged
-from streamrft.deploy.config_read import duration_ms
+from streamrft.deploy.config.load import load, merged
+from streamrft.deploy.config.read import duration_ms
 from streamrft.deploy.plan import Run, plan
 from streamrft.deploy.run import resolved_text
 from streamrft.producers.settings import Pacing

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrft.consumers.examples import examples_from_experience
+from streamrft.consumers.learning.examples import examples_from_experience
 from streamrft.schemas import arrays
 from streamrft.schemas.errors import InvalidEvent
 from streamrft.schemas.events import Experience, GroupMember, Sequence, Trajectory

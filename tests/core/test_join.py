@@ -12,9 +12,9 @@ from join_scripts import HORIZON_MS, SETTINGS, Runner, failed, rew, scored, sequ
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import InvalidEvent
 from streamrft.schemas.topics import partition_for
-from streamrft.streams.join import RewardJoin
+from streamrft.streams.join.join import RewardJoin
+from streamrft.streams.join.outcomes import Misaddressed
 from streamrft.streams.log import Position
-from streamrft.streams.outcomes import Misaddressed
 
 AMEND = replace(SETTINGS, late="amend")
 
@@ -273,7 +273,7 @@ def test_a_history_without_clocks_ends_by_closing_what_is_open(runner):
 
 
 def test_one_producer_cannot_flood_the_state_of_a_group(runner, monkeypatch):
-    monkeypatch.setattr("streamrft.streams.join_rewards.MAX_EARLY", 3)
+    monkeypatch.setattr("streamrft.streams.join.rewards.MAX_EARLY", 3)
     runner.feed(*[rew(source=f"s{i}") for i in range(5)])
     assert runner.join.gauges()["early"] == 3
     assert runner.join.counts["refused"] == 2

@@ -14,9 +14,9 @@ from join_scripts import SETTINGS, random_events, run, scripts, settings, with_t
 
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import InvalidEvent
-from streamrft.streams.join import RewardJoin
-from streamrft.streams.join_rewards import RewardBook
-from streamrft.streams.join_state import Standing
+from streamrft.streams.join.join import RewardJoin
+from streamrft.streams.join.rewards import RewardBook
+from streamrft.streams.join.state import Standing
 
 THOROUGH = hypothesis_settings(max_examples=300, deadline=None)
 

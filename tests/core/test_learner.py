@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from streamrft.consumers.examples import TrainingExample, TrainingSequence
-from streamrft.consumers.learner import Learner
+from streamrft.consumers.learning.examples import TrainingExample, TrainingSequence
+from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import (
     AlgorithmSettings,
     FunctionSettings,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrft.deploy.ledger import Balance, Books, Ledger, Pending
+from streamrft.deploy.views.ledger import Balance, Books, Ledger, Pending
 from streamrft.schemas import events as ev
 from streamrft.streams.lineage import Lineage
 from streamrft.streams.log import Position

@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from streamrft.streams.liveness import is_dead, this_process
+from streamrft.streams.sqlite.liveness import is_dead, this_process
 
 
 def test_this_process_lives():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrft.consumers.logprobs import token_logprobs
+from streamrft.consumers.learning.logprobs import token_logprobs
 
 PLACES, HIDDEN, VOCABULARY = 37, 8, 23
 

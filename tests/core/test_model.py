@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from streamrft.consumers.model import PolicyModel
+from streamrft.consumers.learning.model import PolicyModel
 from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
 from streamrft.schemas.errors import ConfigError
 

@@ -14,7 +14,7 @@ from join_scripts import SETTINGS, Runner, rew, scored, sequence, traj
 from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import StorageUnavailable
-from streamrft.streams.outcomes import Closed, JoinedMember
+from streamrft.streams.join.outcomes import Closed, JoinedMember
 from streamrft.streams.payloads import Payload, PayloadCache
 from streamrft.streams.pipeline import Pipeline, token_rewards
 from streamrft.streams.settings import OperatorSettings

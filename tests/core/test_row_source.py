@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrft.consumers.examples import TrainingExample
+from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.sources.rows import RowSource
 
 ROWS = [{"row": i} for i in range(7)]

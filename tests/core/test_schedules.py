@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from streamrft.consumers.schedules import check, learning_rate
+from streamrft.consumers.learning.schedules import check, learning_rate
 from streamrft.consumers.settings import OptimizerSettings
 from streamrft.schemas.errors import ConfigError
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from streamrft.consumers.examples import TrainingExample
+from streamrft.consumers.learning.examples import TrainingExample
+from streamrft.consumers.learning.supervised import examples_from_rows
 from streamrft.consumers.settings import SftSource
-from streamrft.consumers.supervised import examples_from_rows
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 
 SOURCE = SftSource(path="rows.jsonl", prompt_key="question", response_key="answer")

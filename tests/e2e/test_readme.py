@@ -142,9 +142,9 @@ def test_python_of_the_events_page_writes_a_reward(newcomer):
 
 
 def test_every_honoured_key_is_documented():
-    from streamrft.deploy.config_read import known_paths
-    from streamrft.deploy.config_schema import Config
-    from streamrft.deploy.config_support import RULES
+    from streamrft.deploy.config.read import known_paths
+    from streamrft.deploy.config.schema import Config
+    from streamrft.deploy.config.support import RULES
 
     text = (ROOT / "docs" / "configuration.md").read_text()
     documented = set(re.findall(r"`([a-z_0-9.]+)`", text))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from streamrft.deploy.cli import main
-from streamrft.deploy.place import Place, opened
 from streamrft.deploy.plan import plan
+from streamrft.deploy.views.place import Place, opened
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs

@@ -13,9 +13,9 @@ from join_reference import Result, Step, Tick
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs
-from streamrft.streams.join import RewardJoin
+from streamrft.streams.join.join import RewardJoin
+from streamrft.streams.join.outcomes import Closed, Dropped, Outcome
 from streamrft.streams.log import Position
-from streamrft.streams.outcomes import Closed, Dropped, Outcome
 from streamrft.streams.payloads import Payload
 from streamrft.streams.pipeline import Pipeline, drop_event
 from streamrft.streams.settings import StreamSettings

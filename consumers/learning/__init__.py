@@ -1,0 +1,1 @@
+"""The torch half of the trainer: model, batches, objective and optimiser."""

@@ -1,0 +1,164 @@
+"""A causal language model as the learner uses it: loaded, run in two halves, saved.
+
+R rows of width W, hidden size H, n chosen places, vocabulary V.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils.logging import disable_progress_bar
+
+from ...schemas.errors import ConfigError
+from ..settings import TrainerSettings
+
+logger = logging.getLogger("streamrft")
+
+
+class PolicyModel:
+    """Weights in float32; `dtype: bfloat16` computes in bfloat16 and keeps float32 weights.
+
+    Attributes:
+        network: the transformers model.
+        tokenizer: with the configured chat template, if any.
+        device: where the weights lie.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Load from `settings.model_path`, a folder or a name on the Hugging Face hub.
+
+        Raises:
+            ConfigError: an unknown dtype, or a model whose logits are more than its head's.
+        """
+        disable_progress_bar()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._autocast_dtype = _autocast_dtype(settings.dtype, self.device)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(settings.model_path)
+        if settings.chat_template is not None:
+            self.tokenizer.chat_template = settings.chat_template
+        # transformers takes scaled dot-product attention where the model has it
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            settings.model_path, dtype=torch.float32
+        )
+        self.network = network.to(self.device).train()
+        if settings.gradient_checkpointing:
+            # renamed in transformers 5.24; the old name warns there
+            old = self.network.gradient_checkpointing_enable
+            enable = getattr(self.network, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": False})
+        self._softcap = getattr(self.network.config, "final_logit_softcapping", None)
+        self._static: dict[str, bytes] = {}
+        self.num_logits = int(self.network.get_output_embeddings().weight.shape[0])
+        self._check_head(settings.model_path)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward passes."""
+        enabled = self._autocast_dtype is not None
+        return torch.autocast(self.device.type, self._autocast_dtype, enabled=enabled)
+
+    def hidden(self, input_ids: Tensor, network: Any = None) -> Tensor:
+        """Final hidden states [R, W, H] of right-padded rows [R, W]; `network` defaults to its own.
+
+        No mask is given: attention is causal, so padding on the right is seen by no real token.
+        """
+        network = self.network if network is None else network
+        return network.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    def head(self, hidden: Tensor, network: Any = None) -> Tensor:
+        """Logits [n, V] of hidden states [n, H]."""
+        network = self.network if network is None else network
+        logits = network.get_output_embeddings()(hidden)
+        if self._softcap is None:
+            return logits
+        return self._softcap * torch.tanh(logits / self._softcap)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights by the names of model.safetensors, on the CPU, a tied head left out."""
+        state = {n: t.detach() for n, t in self.network.state_dict().items()}
+        state = remove_tied_weights_from_state_dict(state, self.network)
+        return {n: t.cpu().contiguous() for n, t in state.items()}
+
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the weights in place.
+
+        Raises:
+            ConfigError: names or shapes that are not this model's.
+        """
+        own = self.state_dict()
+        if wrong := sorted(own.keys() ^ state.keys()):
+            raise ConfigError(
+                f"weights: {len(wrong)} names differ from the model's, such as {wrong[0]!r}. Load "
+                "a checkpoint of the same model.model_path."
+            )
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ConfigError(
+                    f"weights: {name} has shape {tuple(state[name].shape)}, the model's is "
+                    f"{tuple(tensor.shape)}. Load a checkpoint of the same model.model_path."
+                )
+        self.network.load_state_dict(dict(state), strict=False)
+
+    def save(self, folder: Path) -> str:
+        """Write config, tokenizer and one model.safetensors; returns the sha256 of the latter."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self._static:
+            self._static = self._static_files()
+        for name, content in self._static.items():
+            (folder / name).write_bytes(content)
+        weights = folder / "model.safetensors"
+        save_file(self.state_dict(), weights, metadata={"format": "pt"})
+        # safetensors writes mode 0600, which processes of another user could not read
+        weights.chmod(0o644)
+        with weights.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _static_files(self) -> dict[str, bytes]:
+        """What does not change in training: config, generation config, tokenizer, template."""
+        config = self.network.config
+        config.dtype = "float32"
+        config.architectures = [type(self.network).__name__]
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            self.network.generation_config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
+
+    @torch.no_grad()
+    def _check_head(self, path: str) -> None:
+        """Refuse models that scale logits in a way that `head` does not know."""
+        ids = torch.arange(8, device=self.device)[None] % self.num_logits
+        self.network.eval()
+        whole = self.network(input_ids=ids, use_cache=False).logits
+        halves = self.head(self.hidden(ids))
+        self.network.train()
+        if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
+            raise ConfigError(
+                f"model.model_path: {path} ({self.network.config.model_type}) changes its logits "
+                "after the output layer in a way that is not supported; use another model."
+            )
+
+
+def _autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "float32":
+        return None
+    if name != "bfloat16":
+        raise ConfigError(f"trainer dtype: {name!r} is neither float32 nor bfloat16.")
+    if device.type == "cuda":
+        supported = torch.cuda.is_bf16_supported()
+    else:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not supported:
+        logger.warning("This device has no bfloat16 arithmetic: the learner computes in float32.")
+        return None
+    return torch.bfloat16

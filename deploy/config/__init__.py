@@ -1,0 +1,1 @@
+"""The configuration: Trinity's keys, read, checked and turned into what each role is told."""

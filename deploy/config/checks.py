@@ -1,0 +1,293 @@
+"""Rules across keys, checked at load: what would fail or stall hours later is an error now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...producers.settings import Pacing
+from ...schemas.errors import ConfigError
+from .buffer import Taskset
+from .schema import Config
+
+_ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
+_SECRET = re.compile(
+    r"(^|_)(api_?key|password|passwd|secret|credentials?)\Z|^(.*(auth|access|api|hf|bearer)_)?token\Z",
+    re.IGNORECASE,
+)
+_TOPICS_TO_JOIN = ("trajectories", "rewards")
+_TOPICS = (
+    "tasks trajectories rewards experiences clock drops train_steps checkpoints evaluations "
+    "heartbeats dead_letters"
+).split()
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first rule that the configuration of one stage breaks."""
+    _names(config)
+    _counts(config)
+    _mode(config)
+    if rolls_out(config):
+        _tasksets(config)
+    _staleness(config)
+    _rewards(config)
+    _retention(config)
+    _schedule(config)
+
+
+def rolls_out(config: Config) -> bool:
+    """Whether this stage runs tasks (all modes but `train`)."""
+    return config.mode != "train"
+
+
+def tasksets(config: Config) -> tuple[Taskset, ...]:
+    """The training tasksets, from either key."""
+    entry = config.buffer.explorer_input
+    return entry.tasksets or ((entry.taskset,) if entry.taskset else ())
+
+
+def uses_sft(config: Config) -> bool:
+    """Whether rows of a file are imitated instead of rollouts."""
+    return config.algorithm.algorithm_type in ("sft", "cpt")
+
+
+def check_secrets(raw: Mapping[str, Any], path: str = "") -> None:
+    """Refuse secrets written into the file; `${oc.env:VAR}` reads them from the environment."""
+    for key, value in raw.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            check_secrets(value, where)
+        elif isinstance(value, list):
+            for entry in value:
+                if isinstance(entry, Mapping):
+                    check_secrets(entry, where)
+        elif isinstance(value, str) and _is_secret(str(key), value):
+            raise ConfigError(
+                f"{where}: a secret stands in the file. Put it into the environment and write "
+                f"${{oc.env:NAME}} here."
+            )
+
+
+def is_id(name: str) -> bool:
+    """Whether a name may be part of topics and ids."""
+    return bool(_ID.match(name))
+
+
+def is_secret_name(key: str) -> bool:
+    """Whether a key names a secret, so that its value is never shown."""
+    return bool(_SECRET.search(key))
+
+
+def _is_secret(key: str, value: str) -> bool:
+    if "${" in value or value in ("", "EMPTY"):
+        return False
+    return is_secret_name(key) or ("://" in value and bool(urlsplit(value).password))
+
+
+def _names(config: Config) -> None:
+    names = {
+        "project": config.project,
+        "name": config.name,
+        "group": config.group,
+        "ray_namespace": config.ray_namespace,
+        "branch": config.branch or "",
+        "explorer.name": config.explorer.name,
+        "trainer.name": config.trainer.name,
+    }
+    names |= {f"tasksets[{i}].name": t.name for i, t in enumerate(tasksets(config))}
+    for key, name in names.items():
+        if name and not is_id(name):
+            raise ConfigError(
+                f"{key}: {name!r} found; topics and ids are made of it, so use only letters, "
+                "digits and . _ : -"
+            )
+    for key in ("project", "name"):
+        if not names[key]:
+            raise ConfigError(f"{key}: empty; give the run a name")
+
+
+def _counts(config: Config) -> None:
+    buffer, sync, model = config.buffer, config.synchronizer, config.explorer.rollout_model
+    at_least: list[tuple[str, float | None, float]] = [
+        ("buffer.batch_size", buffer.batch_size, 1),
+        ("buffer.train_batch_size", buffer.train_batch_size, 0),
+        ("buffer.total_epochs", buffer.total_epochs, 1),
+        ("buffer.total_steps", buffer.total_steps, 1),
+        ("trainer.total_steps", config.trainer.total_steps, 1),
+        ("trainer.save_interval", config.trainer.save_interval, 0),
+        ("trainer.max_checkpoints_to_keep", config.trainer.max_checkpoints_to_keep, 0),
+        ("trainer.resume_minutes", config.trainer.resume_minutes, 0),
+        ("algorithm.repeat_times", config.algorithm.repeat_times, 1),
+        ("explorer.runner_per_model", config.explorer.runner_per_model, 1),
+        ("explorer.max_retry_times", config.explorer.max_retry_times, 0),
+        ("explorer.rollout_model.engine_num", model.engine_num, 1),
+        ("synchronizer.sync_interval", sync.sync_interval, 1),
+        ("synchronizer.sync_offset", sync.sync_offset, 0),
+        ("synchronizer.max_staleness", sync.max_staleness, 0),
+        ("synchronizer.max_open_groups", sync.max_open_groups, 1),
+        ("streams.workers", config.streams.workers, 1),
+        ("streams.min_group_size", config.streams.min_group_size, 1),
+        ("streams.grace_ms", config.streams.grace_ms, 0),
+        ("streams.partitions", config.streams.partitions, 1),
+        ("event_log.partitions", config.event_log.partitions, 1),
+        ("event_log.max_event_bytes", config.event_log.max_event_bytes, 1024),
+        ("model.min_response_tokens", config.model.min_response_tokens, 0),
+    ]
+    for key, value, least in at_least:
+        if value is not None and value < least:
+            raise ConfigError(f"{key}: {value} found; at least {least:g} is allowed.")
+    if config.explorer.max_timeout <= 0:
+        raise ConfigError("explorer.max_timeout: seconds above 0 are allowed.")
+
+
+def _mode(config: Config) -> None:
+    kind = config.algorithm.algorithm_type
+    if config.mode in ("bench", "serve"):
+        raise ConfigError(
+            f"mode: {config.mode} is not in this version; both, explore and train are."
+        )
+    if uses_sft(config) and config.mode != "train":
+        raise ConfigError(
+            f"mode: {config.mode} with algorithm_type {kind}, which imitates rows of a file and "
+            "rolls nothing out. Set mode: train."
+        )
+    if uses_sft(config):
+        _sft(config)
+    if config.mode != "explore" and not config.model.model_path:
+        raise ConfigError("model.model_path: empty; name a model folder or a Hugging Face model.")
+
+
+def _sft(config: Config) -> None:
+    rows = config.buffer.trainer_input.experience_buffer
+    kind = config.algorithm.algorithm_type
+    if rows is None or rows.storage_type != "file" or not rows.path:
+        raise ConfigError(
+            f"buffer.trainer_input.experience_buffer: {kind} needs storage_type: file and a path."
+        )
+    if config.buffer.train_batch_size < 1:
+        raise ConfigError(f"buffer.train_batch_size: {kind} needs it: rows a step.")
+
+
+def _tasksets(config: Config) -> None:
+    entry = config.buffer.explorer_input
+    found = tasksets(config)
+    if entry.taskset is not None and entry.tasksets:
+        raise ConfigError("buffer.explorer_input: taskset and tasksets found; give one of them.")
+    if not found:
+        raise ConfigError(
+            f"buffer.explorer_input.taskset: missing; mode {config.mode} needs tasks to roll out."
+        )
+    for i, taskset in enumerate(found):
+        where = f"buffer.explorer_input.{'tasksets' if entry.tasksets else 'taskset'}"
+        where += f"[{i}]" if entry.tasksets else ""
+        if not taskset.name:
+            raise ConfigError(f"{where}.name: missing; group ids are made of it.")
+        if not taskset.path:
+            raise ConfigError(f"{where}.path: missing; a file, a folder or a data set name.")
+        if taskset.storage_type != "file":
+            raise ConfigError(f"{where}.storage_type: sql is not in this version; file is.")
+        if taskset.format.prompt_type == "chatpair":
+            raise ConfigError(f"{where}.format.prompt_type: chatpair is for DPO, not for rollouts.")
+    _unique("buffer.explorer_input.tasksets: name", (t.name for t in found))
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(f"{what} {name!r} is used twice; names must differ.")
+        seen.add(name)
+
+
+def pacing(config: Config) -> Pacing:
+    """How far publishing may run ahead; the styles driven by one side become fully_async."""
+    sync = config.synchronizer
+    style = "fixed" if sync.sync_style == "fixed" else "fully_async"
+    staleness = Pacing.max_staleness if sync.max_staleness is None else sync.max_staleness
+    return Pacing(style, sync.sync_interval, sync.sync_offset, staleness)
+
+
+def _staleness(config: Config) -> None:
+    sync = config.synchronizer
+    if sync.sync_style == "fixed":
+        allowed = sync.sync_interval - 1 + sync.sync_offset
+        if sync.max_staleness is not None and sync.max_staleness < allowed:
+            raise ConfigError(
+                f"synchronizer.max_staleness: {sync.max_staleness} found, but sync_interval "
+                f"{sync.sync_interval} and sync_offset {sync.sync_offset} make trajectories up to "
+                f"{allowed} steps old. Raise it to {allowed} or lower the others."
+            )
+    elif (found := pacing(config).allowed_staleness) < sync.sync_interval - 1:
+        raise ConfigError(
+            f"synchronizer.max_staleness: {found} found, below sync_interval - 1 = "
+            f"{sync.sync_interval - 1}: weights come too seldom and the run would stall. Raise "
+            "max_staleness or lower sync_interval."
+        )
+
+
+def _rewards(config: Config) -> None:
+    streams = config.streams
+    for name, source in config.rewards.items():
+        if source.max_staleness is not None and source.max_staleness < 0:
+            raise ConfigError(f"rewards.{name}.max_staleness: {source.max_staleness} is negative.")
+    if streams.min_group_size > config.algorithm.repeat_times and rolls_out(config):
+        raise ConfigError(
+            f"streams.min_group_size: {streams.min_group_size} found, but groups have "
+            f"algorithm.repeat_times = {config.algorithm.repeat_times} members."
+        )
+    for i, operator in enumerate(streams.filters):
+        if not operator.name:
+            raise ConfigError(f"streams.filters[{i}].name: missing; name a filter.")
+    if config.streams.partitions and config.event_log.partitions:
+        if config.streams.partitions != config.event_log.partitions:
+            raise ConfigError(
+                f"streams.partitions: {config.streams.partitions} and event_log.partitions: "
+                f"{config.event_log.partitions} are the same number; give one of them."
+            )
+
+
+def _retention(config: Config) -> None:
+    for topic in config.event_log.retention:
+        if topic not in _TOPICS:
+            raise ConfigError(
+                f"event_log.retention.{topic}: no such topic; known are {', '.join(_TOPICS)}."
+            )
+    for topic in _TOPICS_TO_JOIN:
+        kept = config.event_log.retention.get(topic)
+        if kept is None:
+            continue
+        endless = [name for name, s in config.rewards.items() if s.deadline is None]
+        if endless:
+            raise ConfigError(
+                f"event_log.retention.{topic}: {kept / 3.6e6:g} h found, but reward source "
+                f"{endless[0]} has no deadline, so its groups may wait longer. Set "
+                f"rewards.{endless[0]}.deadline."
+            )
+        longest = max((s.deadline or 0 for s in config.rewards.values()), default=0)
+        needed = longest + config.streams.late_horizon
+        if kept < needed:
+            raise ConfigError(
+                f"event_log.retention.{topic}: {kept / 3.6e6:g} h found; the longest reward "
+                f"deadline plus streams.late_horizon is {needed / 3.6e6:g} h, and a shorter "
+                "retention would delete what is still joined."
+            )
+
+
+def _schedule(config: Config) -> None:
+    buffer, trainer, optimizer = config.buffer, config.trainer, config.algorithm.optimizer
+    steps = {buffer.total_steps, trainer.total_steps} - {None}
+    if len(steps) > 1:
+        raise ConfigError(
+            f"buffer.total_steps: {buffer.total_steps} and trainer.total_steps: "
+            f"{trainer.total_steps} found; give one of them."
+        )
+    ratio = optimizer.lr_warmup_steps < 0 and optimizer.lr_warmup_steps_ratio > 0
+    if not steps and (ratio or optimizer.lr_scheduler_type == "cosine"):
+        raise ConfigError(
+            "algorithm.optimizer: a warm-up ratio and the cosine schedule need to know the end. "
+            "Set buffer.total_steps, or lr_warmup_steps and lr_scheduler_type: constant."
+        )
+    if len(optimizer.betas) != 2:
+        raise ConfigError(f"algorithm.optimizer.betas: {len(optimizer.betas)} found; two allowed.")

@@ -1,0 +1,76 @@
+"""Finding a run's log and the stage that a command is about."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...schemas.errors import ConfigError, LogError, UnknownTopic
+from ...schemas.topics import CATALOGUE
+from ...streams.log import Log
+from ..plan import Run, Stage, plan, sqlite_path
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's open log and one stage of it."""
+
+    run: Run
+    stage: Stage
+    log: Log
+
+    @property
+    def started(self) -> list[Stage]:
+        """Stages that have topics, in order."""
+        return [s for s in self.run.stages if has_topics(self.log, s)]
+
+
+@contextmanager
+def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
+    """The log of a run that exists, closed at the end. Without a name: the stage it is in.
+
+    Raises:
+        LogError: the run was never started, so there is no log to read.
+    """
+    run = plan(config_path)
+    path = sqlite_path(run.log_url)
+    if path is not None and not path.exists():
+        raise LogError(
+            f"{path}: no log there yet. Start the run first: streamrft run --config {config_path}"
+        )
+    log = run.open_log()
+    try:
+        if stage_name is not None:
+            stage = run.stage(stage_name)
+        else:
+            stage = next((s for s in reversed(run.stages) if has_topics(log, s)), run.stages[0])
+        if not has_topics(log, stage):
+            raise LogError(f"{run.log_url}: no topics of {stage.namespace} there yet.")
+        yield Place(run, stage, log)
+    finally:
+        log.close()
+
+
+def has_topics(log: Log, stage: Stage) -> bool:
+    """Whether a stage was started."""
+    try:
+        log.describe([stage.topics.name("tasks")])
+    except UnknownTopic:
+        return False
+    return True
+
+
+def catalogue_name(stage: Stage, topic: str) -> str:
+    """The catalogue's name of a topic given by it or in full.
+
+    Raises:
+        ConfigError: no such topic.
+    """
+    short = stage.topics.short(topic)
+    if short not in CATALOGUE:
+        near = difflib.get_close_matches(short, CATALOGUE, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"topic {topic!r}: unknown.{hint} Topics are {', '.join(CATALOGUE)}.")
+    return short

@@ -1,0 +1,1 @@
+"""The join: pure operators that turn trajectories and rewards into closed groups."""

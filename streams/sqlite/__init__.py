@@ -1,0 +1,1 @@
+"""The embedded log: one SQLite file that several processes of a machine share."""
