@@ -17,7 +17,7 @@ gsm8k: .venv/run
 	$(BIN)/streamrft status --config examples/grpo_gsm8k/gsm8k_cpu.yaml
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest
 
 check: .venv/dev
 	$(BIN)/ruff format --check .
