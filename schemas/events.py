@@ -42,7 +42,7 @@ def trajectory_id(group_id: str, slot: int, attempt: str) -> str:
 def group_of(trajectory_id: str) -> str:
     """The group_id inside a trajectory_id; the text itself when it has no slot and attempt."""
     parts = trajectory_id.rsplit(":", 2)
-    return parts[0]
+    return parts[0] if len(parts) == 3 else trajectory_id
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

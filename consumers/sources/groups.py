@@ -34,9 +34,11 @@ class _Group:
     def is_complete(self) -> bool:
         return self.expected is not None and self.num_read >= self.expected
 
-    def order(self) -> tuple[int, int, str]:
+    def order(self) -> tuple[float, int, int, str]:
+        """Highest priority first, then the oldest weights, lest they become stale."""
+        highest = max(m.priority for m in self.members.values())
         oldest = min(m.min_policy_version for m in self.members.values())
-        return oldest, self.number, self.group_id
+        return -highest, oldest, self.number, self.group_id
 
 
 class GroupAssembly:

@@ -54,6 +54,7 @@ class Member:
     max_policy_version: int
     num_tokens: int
     reward: float
+    priority: float
     sources: tuple[str, ...]
     partition: int
     offset: int
@@ -81,6 +82,7 @@ def member_of(e: Experience, partition: int, offset: int) -> Member:
         max_policy_version=e.max_policy_version,
         num_tokens=e.num_tokens,
         reward=e.reward,
+        priority=e.priority,
         sources=tuple(e.reward_parts),
         partition=partition,
         offset=offset,

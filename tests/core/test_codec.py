@@ -286,6 +286,7 @@ def test_log_probs_near_the_end_of_the_range_are_no_infinity():
 BROKEN_REWARDS = [
     Broken({"event_id": "r 1"}, "is no id"),
     Broken({"trajectory_id": "g.1"}, "<group_id>:<slot>:<attempt>"),
+    Broken({"trajectory_id": "g.1:0"}, "<group_id>:<slot>:<attempt>"),
     Broken({"source": ""}, "name who scored"),
     Broken({"value": float("nan")}, "nan is not a finite number"),
     Broken({"revision": -1}, "-1 is negative"),

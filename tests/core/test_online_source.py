@@ -72,6 +72,12 @@ def test_batch_waits_for_whole_groups():
     assert ids(groups.select()) == ["rows.0:0:a", "rows.0:1:a", "rows.1:0:a", "rows.1:1:a"]
 
 
+def test_batch_takes_the_highest_priority_first():
+    groups = assembly()
+    feed(groups, group(1, version=1) + group(2, version=2, priority=3.0) + group(3, version=3))
+    assert [m.number for m in groups.select() or ()] == [2, 2, 1, 1]
+
+
 def test_batch_takes_the_oldest_policy_version_first_then_the_number():
     groups = assembly()
     feed(groups, group(1, version=2) + group(3, version=1) + group(2, version=1))
