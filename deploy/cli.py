@@ -75,13 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         )
     _add_status(commands)
     explain = _add(
-        commands, "explain", "tell the whole path of one id from the log", "explain:command"
+        commands, "explain", "tell the whole path of one id from the log", "views.explain:command"
     )
     explain.add_argument(
         "id", metavar="ID", help="a trajectory, a group, a reward's event_id or global_step_N"
     )
     _add_tail(commands)
-    produce = _add(commands, "produce", "append JSON lines to a topic", "lines:produce_command")
+    produce = _add(
+        commands, "produce", "append JSON lines to a topic", "views.lines:produce_command"
+    )
     produce.add_argument("topic", metavar="TOPIC", help="such as rewards")
     produce.add_argument("--file", default="-", help="JSON lines; - (default) is standard input")
     return parser
@@ -128,7 +130,7 @@ def _add_status(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> None:
     what = "count every trajectory by its final state; exit 1 when the ledger does not balance"
-    status = _add(commands, "status", what, "status:command")
+    status = _add(commands, "status", what, "views.status:command")
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.add_argument("--full", action="store_true", help="count anew from the first record")
 
@@ -136,7 +138,7 @@ def _add_status(
 def _add_tail(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> None:
-    tail = _add(commands, "tail", "print the events of a topic", "lines:tail_command")
+    tail = _add(commands, "tail", "print the events of a topic", "views.lines:tail_command")
     tail.add_argument("topic", metavar="TOPIC", help="such as trajectories or drops")
     tail.add_argument("--json", action="store_true", help="whole events as JSON lines")
     tail.add_argument(
