@@ -9,13 +9,19 @@ from collections import deque
 
 from ..schemas import codec
 from ..schemas import events as ev
-from ..schemas.errors import Fenced, InvalidEvent, LogUnavailable, Timeout, UndecodableRecord
-from ..schemas.topics import key_of
+from ..schemas.errors import (
+    Fenced,
+    InvalidEvent,
+    StreamrftError,
+    Timeout,
+    UndecodableRecord,
+)
 from ..streams import faults
 from ..streams.log import Partition, Record
 from ..streams.process import Process
 from .announced import Announced
 from .engines.service import EngineService
+from .outbox import Outbox
 from .progress import Progress, Ticket
 from .rewards.verifier import VERIFIER
 from .rollout_loop import Outcome, RolloutLoop
@@ -24,9 +30,13 @@ from .settings import ExplorerSettings
 
 logger = logging.getLogger("streamrft")
 
-_LOG_TIMEOUT_S = 60.0
 _RATE_WINDOW_S = 10.0
 _WAIT_S, _GATHER_S = 0.2, 0.005
+_MOST_LOST = 64
+
+
+class AllFailed(StreamrftError):
+    """Nothing that this explorer rolls out succeeds."""
 
 
 def run_explorer(process: Process, settings: ExplorerSettings) -> None:
@@ -36,6 +46,7 @@ def run_explorer(process: Process, settings: ExplorerSettings) -> None:
         ConfigError: a workflow or reward function of a taskset is unknown.
         Timeout: weights did not come in time, or a deterministic run's rollout took too long.
         EngineError: the engine or its weights are broken.
+        AllFailed: 64 groups in a row failed in every slot.
     """
     for taskset in settings.tasksets:
         workflow_and_reward(taskset, taskset.workflow, taskset.reward_fn)
@@ -59,10 +70,11 @@ class Explorer:
         self._announced, self._progress = Announced(), Progress()
         self._waiting: deque[Ticket] = deque()
         self._waiting_since: float | None = None
-        self._num_running = 0
+        self._num_running = self._num_lost = 0
         self._service = EngineService(settings)
         self._loop = RolloutLoop(GroupRunner(settings, self._service, process.name), self._service)
         self._rate = _Rate()
+        self._outbox = Outbox(process)
         self._checkpoints = self._log.consumer()
         name = self._topics.name("checkpoints")
         begin = self._log.describe([name])[name].begin
@@ -206,12 +218,23 @@ class Explorer:
         step = kept[0].ticket.task.step if kept[0].ticket.task else None
         faults.reach("explorer.generated", step)
         records = [r for o in kept if o.rolled for r in o.rolled.records]
-        self._send("trajectories", records)
+        self._outbox.send("trajectories", records)
         faults.reach("explorer.published", step)
         for outcome in kept:
             outcome.ticket.is_done = True
         self._commit()
         faults.reach("explorer.committed", step)
+        self._check_health(kept)
+
+    def _check_health(self, kept: list[Outcome]) -> None:
+        """Where every rollout fails, going on would only use up the rows."""
+        for rolled in (o.rolled for o in kept if o.rolled):
+            self._num_lost = self._num_lost + 1 if rolled.num_failed == len(rolled.records) else 0
+            if self._num_lost >= _MOST_LOST:
+                raise AllFailed(
+                    f"{self._process.name}: all rollouts of the last {_MOST_LOST} groups failed; "
+                    f"the last: {rolled.failure}. Mend the workflow, reward or taskset."
+                )
 
     def _commit(self) -> None:
         positions = self._progress.finish()
@@ -228,41 +251,15 @@ class Explorer:
             except Fenced as error:
                 logger.warning("%s: %s", self._process.name, error)
 
-    def _send(self, topic: str, records: list[tuple[bytes, bytes]]) -> None:
-        """Acknowledged when it returns. Sent again whole while the log does not answer."""
-        deadline = time.monotonic() + _LOG_TIMEOUT_S
-        while True:
-            producer = self._log.producer()
-            try:
-                for key, value in records:
-                    producer.send(self._topics.name(topic), value, key=key)
-                producer.flush()
-                return
-            except LogUnavailable:
-                if time.monotonic() > deadline:
-                    raise
-                self._process.idle(f"the log, to take {len(records)} records of {topic}")
-                time.sleep(0.2)
-            finally:
-                producer.close()
-
     def _decode(self, record: Record) -> ev.Event | None:
-        """The event; a poison record becomes a dead letter and None."""
+        """The event, or None; a poison task becomes a dead letter."""
         try:
             return codec.decode(record.value or b"", ev.Task, ev.Ended, ev.Checkpoint, ev.Branch)
         except (UndecodableRecord, InvalidEvent) as error:
-            letter = ev.DeadLetter(
-                topic=record.topic,
-                partition=record.partition,
-                offset=record.offset,
-                key=record.key,
-                value=record.value,
-                headers=dict(record.headers),
-                error=str(error),
-                reader=self._process.name,
-                produced_at=ev.now_ms(),
-            )
-            self._send("dead_letters", [(key_of(letter, "dead_letters"), codec.encode(letter))])
+            if record.topic == self._topics.name("tasks"):
+                self._outbox.dead_letter(record, error)
+            else:
+                logger.warning("%s leaves out %s: %s", self._process.name, record.position, error)
             return None
 
     def _say(self) -> None:

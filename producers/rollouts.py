@@ -1,4 +1,4 @@
-"""From one task to its trajectories: attempts, time-outs, reward sources, records for the log."""
+"""From one task to its rollouts: attempts, time-outs, and a reason for whatever fails."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ..schemas import arrays, codec
 from ..schemas import events as ev
-from ..schemas.errors import ConfigError, EventTooLarge, InvalidEvent, Timeout
-from ..streams.blobs import StorageUnavailable, put_claim
+from ..schemas.errors import ConfigError, InvalidEvent, Timeout
 from .engines.engine import EngineError, PromptTooLong, Sampling
 from .engines.service import EngineService
 from .rewards.reward import REWARDS, RewardFunction
 from .settings import ExplorerSettings, TasksetSettings
-from .threads import in_thread
+from .trajectories import TrajectoryWriter
 from .workflows import WORKFLOWS, Chat, GroupTask, Rollout, RolloutFailed, Workflow
 
 logger = logging.getLogger("streamrft")
-
-_STORAGE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +29,7 @@ class Rolled:
 
     records: list[tuple[bytes, bytes]]
     num_failed: int
+    failure: str = ""
 
 
 class GroupRunner:
@@ -43,7 +37,8 @@ class GroupRunner:
 
     def __init__(self, settings: ExplorerSettings, service: EngineService, producer: str) -> None:
         """`producer` names the process in its trajectories."""
-        self._settings, self._service, self._producer = settings, service, producer
+        self._settings, self._service = settings, service
+        self._writer = TrajectoryWriter(settings, service, producer)
         self._tasksets = {t.name: t for t in settings.tasksets}
         self._process_token = uuid.uuid4().hex[:12]
         self._executions = itertools.count()
@@ -65,11 +60,12 @@ class GroupRunner:
         else:
             rollouts, ids = await self._attempts(group, workflow)
         trajectories = [
-            self._trajectory(task, slot, ids[slot], rollout)
+            self._writer.trajectory(task, slot, ids[slot], rollout)
             for slot, rollout in sorted(rollouts.items())
         ]
-        records = [await self._record(t) for t in trajectories]
-        return Rolled(records, sum(r.finish_reason == "failed" for r in rollouts.values()))
+        records = [await self._writer.record(t) for t in trajectories]
+        failures = [t.failure for t in trajectories if t.is_failed]
+        return Rolled(records, len(failures), failures[-1] if failures else "")
 
     def _attempt(self) -> str:
         return f"{self._process_token}{next(self._executions):x}"
@@ -150,7 +146,7 @@ class GroupRunner:
             else:
                 reason = f"{type(error).__name__}: {error}"
             return [Rollout.failed(reason)] * len(slots)
-        except (RolloutFailed, PromptTooLong) as error:
+        except (RolloutFailed, PromptTooLong, ConfigError) as error:
             return [Rollout.failed(str(error), is_final=True)] * len(slots)
         except EngineError:
             raise
@@ -183,82 +179,6 @@ class GroupRunner:
             min_tokens=s.min_response_tokens,
         )
 
-    # --- records
-
-    def _trajectory(
-        self, task: ev.Task, slot: int, attempt: str, rollout: Rollout
-    ) -> ev.Trajectory:
-        sources = self._sources(rollout)
-        bounds = arrays.run_bounds(s.policy_versions for s in rollout.sequences)
-        failure = rollout.failure or self._fault(rollout, sources, bounds)
-        version = self._service.policy_version
-        return ev.Trajectory(
-            trajectory_id=ev.trajectory_id(task.group_id, slot, attempt),
-            group_id=task.group_id,
-            slot=slot,
-            attempt=attempt,
-            number=task.number,
-            taskset=task.taskset,
-            row=task.row,
-            epoch=task.epoch,
-            producer=self._producer,
-            branch=rollout.branch or self._service.branch,
-            min_policy_version=version if failure else bounds[0],
-            max_policy_version=version if failure else bounds[1],
-            group_size=task.group_size,
-            sequences=[] if failure else rollout.sequences,
-            finish_reason="failed" if failure else rollout.finish_reason,
-            failure=failure,
-            scores=[] if failure else rollout.scores,
-            reward_sources=sources,
-            reward_deadline_ms=self._deadline_ms(rollout),
-            metrics=dict(rollout.metrics),
-            produced_at=ev.now_ms(),
-        )
-
-    def _fault(self, rollout: Rollout, sources: dict[str, float], bounds: tuple[int, int]) -> str:
-        """Why a rollout that says it went well is no trajectory; empty when it is one."""
-        if not rollout.sequences or bounds == (-1, -1):
-            return "the workflow gave no tokens that the policy wrote"
-        if not sources:
-            return (
-                "nothing scores it: set default_reward_fn_type of the taskset, or name an "
-                "outside source under rewards"
-            )
-        bad = next((s for s in rollout.scores if not math.isfinite(s.value)), None)
-        return f"score {bad.source!r} is {bad.value}, not a finite number" if bad else ""
-
-    def _sources(self, rollout: Rollout) -> dict[str, float]:
-        own = {s.source: self._settings.part_weights.get(s.source, 1.0) for s in rollout.scores}
-        return own | {name: s.weight for name, s in self._settings.reward_sources.items()}
-
-    def _deadline_ms(self, rollout: Rollout) -> int | None:
-        """The longest of the sources that are waited for; None when one may take for ever."""
-        scored = {s.source for s in rollout.scores}
-        waits = [
-            s.deadline_ms for name, s in self._settings.reward_sources.items() if name not in scored
-        ]
-        known = [ms for ms in waits if ms is not None]
-        return max(known) if known and len(known) == len(waits) else None
-
-    async def _record(self, trajectory: ev.Trajectory) -> tuple[bytes, bytes]:
-        """Encoded; beside the log when it is too large, failed when it breaks its contract."""
-        key = trajectory.group_id.encode()
-        try:
-            return key, codec.encode(trajectory, max_bytes=self._settings.max_event_bytes)
-        except InvalidEvent as error:
-            return key, codec.encode(as_failed(trajectory, str(error)))
-        except EventTooLarge as error:
-            if self._settings.storage_uri is None:
-                return key, codec.encode(as_failed(trajectory, f"{error} storage.uri is not set."))
-        while True:
-            try:
-                claimed = await in_thread(put_claim, self._settings.storage_uri, trajectory)
-                return key, codec.encode(claimed, max_bytes=self._settings.max_event_bytes)
-            except StorageUnavailable as error:
-                logger.warning("%s: %s", trajectory.trajectory_id, error)
-                await asyncio.sleep(_STORAGE_RETRY_S)
-
 
 def workflow_and_reward(
     taskset: TasksetSettings, workflow_name: str, reward_name: str
@@ -276,13 +196,6 @@ def workflow_and_reward(
         )
     name = reward_name or str(getattr(made, "default_reward", ""))
     return made, name, REWARDS.create(name, taskset.reward_fn_args) if name else None
-
-
-def as_failed(trajectory: ev.Trajectory, reason: str) -> ev.Trajectory:
-    """The same execution as a failed rollout."""
-    return msgspec.structs.replace(
-        trajectory, sequences=[], scores=[], finish_reason="failed", failure=reason
-    )
 
 
 def _row(task: ev.Task) -> dict[str, Any]:

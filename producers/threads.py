@@ -47,7 +47,7 @@ class Worker:
     """One daemon thread that does calls in order, and owns what they own."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._body, name=name, daemon=True)
         self._thread.start()
 
@@ -57,6 +57,10 @@ class Worker:
         self._jobs.put(job)
         return await job[1]
 
+    def post(self, function: Callable[[], None]) -> None:
+        """Call `function` there, and let nobody wait; it must not raise."""
+        self._jobs.put(function)
+
     def stop(self, timeout_s: float) -> None:
         """End after the call that runs now; waits for it at most so long."""
         self._jobs.put(None)
@@ -64,7 +68,10 @@ class Worker:
 
     def _body(self) -> None:
         while (job := self._jobs.get()) is not None:
-            _do(job)
+            if callable(job):
+                job()
+            else:
+                _do(job)
 
 
 def _job(function: Callable[..., Any], args: tuple[Any, ...]) -> _Job:

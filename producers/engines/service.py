@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import logging
 import os
 import tempfile
@@ -54,6 +56,7 @@ class EngineService:
     def __init__(self, settings: ExplorerSettings) -> None:
         self._settings = settings
         self._worker = Worker("engine")
+        self._worker.post(_preload)
         self._calls: list[_Call] = []
         self._is_running = self._is_due = False
         self._stopping = threading.Event()
@@ -235,6 +238,13 @@ class EngineService:
                 template=settings.chat_template,
                 enable_thinking=settings.enable_thinking,
             )
+
+
+def _preload() -> None:
+    """Import what the first weights need while they are not there yet."""
+    with contextlib.suppress(Exception):  # `_open` imports again and reports
+        importlib.import_module("transformers")
+        importlib.import_module(f"{__package__}.transformers_engine")
 
 
 def num_threads(settings: ExplorerSettings) -> int | None:

@@ -1,6 +1,6 @@
 """Reward functions, by name."""
 
-from .reward import REWARDS, RewardFailed, RewardFunction, RolloutView, score
+from .reward import REWARDS, RewardFailed, RewardFunction, RolloutView, score, score_all
 from .rules import AccuracyReward, CountdownReward, FormatReward, MathBoxedReward, MathReward
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "RewardFunction",
     "RolloutView",
     "score",
+    "score_all",
 ]

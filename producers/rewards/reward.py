@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...schemas.errors import StreamrftError
+from ...schemas.errors import StreamrftError, Timeout
 from ...streams.registry import Registry
 
 REWARDS = Registry("reward_fn", binds_functions=True)
@@ -39,23 +39,67 @@ class RewardFunction(Protocol):
 
 
 class RewardFailed(StreamrftError, ValueError):
-    """A reward function gave no usable score: the rollout is failed, with this reason."""
+    """A reward function gave no usable score: the rollout is failed, with this reason.
+
+    `is_final`: the same rollout would fare no better another time.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = True) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+def score_all(
+    function: Callable[..., Any], rollouts: Sequence[RolloutView], *, raise_timeout: bool
+) -> list[dict[str, float] | RewardFailed]:
+    """Score each rollout; one that cannot be scored harms no other.
+
+    What the function itself raises may be tried again. `raise_timeout`: pass a Timeout on.
+    """
+    call = by_view(function)
+    found: list[dict[str, float] | RewardFailed] = []
+    for rollout in rollouts:
+        try:
+            found.append(named_parts(call(rollout)))
+        except RewardFailed as error:
+            found.append(error)
+        except Timeout as error:
+            if raise_timeout:
+                raise
+            found.append(RewardFailed(str(error)))
+        except Exception as error:  # a user's function may raise anything
+            reason = f"the reward function raised {type(error).__name__}: {error}"
+            found.append(RewardFailed(reason, is_final=False))
+    return found
+
+
+def by_view(function: Callable[..., Any]) -> Callable[[RolloutView], Any]:
+    """The function as one of a RolloutView.
+
+    One that takes `response` by name, as Trinity's do, is given response, prompt and truth.
+    """
+    names = inspect.signature(function).parameters
+    if "response" not in names:
+        return function
+
+    def call(view: RolloutView) -> Any:
+        every = {"response": view.response, "prompt": view.prompt, "truth": view.truth}
+        return function(**{k: v for k, v in every.items() if k in names})
+
+    return call
 
 
 def score(function: Callable[..., Any], rollout: RolloutView) -> dict[str, float]:
-    """Call a reward function.
+    """Named parts of one rollout. Raises RewardFailed, or whatever the function raises."""
+    return named_parts(by_view(function)(rollout))
 
-    One that takes `response` by name, as Trinity's do, is given response, prompt and truth.
+
+def named_parts(parts: Any) -> dict[str, float]:
+    """What a reward function gave, as finite numbers by name.
 
     Raises:
         RewardFailed: no parts, or a part that is not a finite number; never taken for 0.
     """
-    names = inspect.signature(function).parameters
-    if "response" in names:
-        every = {"response": rollout.response, "prompt": rollout.prompt, "truth": rollout.truth}
-        parts = function(**{k: v for k, v in every.items() if k in names})
-    else:
-        parts = function(rollout)
     if isinstance(parts, (int, float)):
         parts = {"reward": parts}
     if not isinstance(parts, Mapping) or not parts:

@@ -57,7 +57,7 @@ def _rollout(
     temperature: float,
 ) -> Rollout:
     if isinstance(parts, RewardFailed):
-        return Rollout.failed(str(parts), is_final=True)
+        return Rollout.failed(str(parts), is_final=parts.is_final)
     transcript = Transcript(prompt)
     transcript.write(generation, text)
     return Rollout(

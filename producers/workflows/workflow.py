@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...schemas import events as ev
-from ...schemas.errors import StreamrftError, Timeout
+from ...schemas.errors import StreamrftError
 from ...streams.registry import Registry
 from ..engines.engine import Generation, Request, Sampling, seed_of
-from ..rewards.reward import RewardFailed, RewardFunction, RolloutView, score
+from ..rewards.reward import RewardFailed, RewardFunction, RolloutView, score_all
 from ..settings import TasksetSettings
 from ..threads import in_thread
 
@@ -89,24 +90,10 @@ class GroupTask:
 
     async def score(self, views: Sequence[RolloutView]) -> list[dict[str, float] | RewardFailed]:
         """Parts of each rollout by the reward function, off the event loop; {} without one."""
-        reward = self.reward
-        if reward is None:
+        if self.reward is None:
             return [{} for _ in views]
-
-        def all_parts() -> list[dict[str, float] | RewardFailed]:
-            found: list[dict[str, float] | RewardFailed] = []
-            for view in views:
-                try:
-                    found.append(score(reward, view))
-                except RewardFailed as error:
-                    found.append(error)
-                except Timeout as error:
-                    if self.abort_on_timeout:
-                        raise
-                    found.append(RewardFailed(str(error)))
-            return found
-
-        return await in_thread(all_parts)
+        call = partial(score_all, self.reward, views, raise_timeout=self.abort_on_timeout)
+        return await in_thread(call)
 
 
 class Workflow(Protocol):

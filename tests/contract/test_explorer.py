@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrft.producers.explorer import run_explorer
+from streamrft.producers.explorer import AllFailed, run_explorer
 from streamrft.producers.rewards import REWARDS
 from streamrft.producers.settings import (
     ExplorerSettings,
@@ -45,6 +45,19 @@ def length_reward(rollout) -> dict[str, float]:
 @REWARDS.register("nan_reward")
 def nan_reward(rollout) -> dict[str, float]:
     return {"length": float("nan")}
+
+
+@REWARDS.register("picky_reward")
+class PickyReward:
+    """Raises in its first call."""
+
+    calls = 0
+
+    def __call__(self, rollout) -> dict[str, float]:
+        PickyReward.calls += 1
+        if PickyReward.calls == 1:
+            raise KeyError("the judge is away")
+        return {"length": 1.0}
 
 
 class Faulty(SimpleWorkflow):
@@ -385,6 +398,29 @@ def test_task_that_cannot_be_done_fails_with_its_reason(
     made = trajectories(log)
     assert [t.is_failed for t in made] == [True] * G + [False] * G
     assert all(says in t.failure for t in made[:G])
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_reward_that_raises_costs_its_own_slot_a_try(url, log, tmp_path, tiny_model_dir, retries):
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
+    say(log, "tasks", task(0, reward_fn="picky_reward"))
+    PickyReward.calls = 0
+    with running(url, settings(max_retry_times=retries)):
+        until(lambda: uncommitted(log) == 0)
+    made = trajectories(log)
+    assert [t.is_failed for t in made] == [retries == 0, False, False]
+    assert PickyReward.calls == G + retries
+    assert retries or "raised KeyError: 'the judge is away'" in made[0].failure
+
+
+def test_explorer_ends_when_nothing_succeeds_any_more(url, log, tmp_path, tiny_model_dir):
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
+    say(log, "tasks", *(task(i, reward_fn="accuracy_reward") for i in range(80)))
+    with running(url, settings(max_retry_times=0)) as errors:
+        until(lambda: bool(errors))
+    assert isinstance(errors[0], AllFailed)
+    assert "last 64 groups failed; the last: the row has no known answer" in str(errors[0])
+    assert len(trajectories(log)) < 80 * G
 
 
 def test_outside_sources_are_expected_with_their_weights(url, log, tmp_path, tiny_model_dir):

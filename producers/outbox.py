@@ -1,0 +1,60 @@
+"""What an explorer writes: acknowledged when a call returns, sent again while the log is away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..schemas import codec
+from ..schemas import events as ev
+from ..schemas.errors import LogUnavailable
+from ..schemas.topics import key_of
+from ..streams.log import Record
+from ..streams.process import Process
+
+_TIMEOUT_S, _RETRY_S = 60.0, 0.2
+
+
+class Outbox:
+    """Writes for one process, in the thread that owns its log."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def send(self, topic: str, records: Sequence[tuple[bytes, bytes]]) -> None:
+        """Append (key, value) records. A repeat after a doubtful failure is the same trajectory.
+
+        Raises:
+            LogUnavailable: the log did not answer for a minute.
+        """
+        deadline = time.monotonic() + _TIMEOUT_S
+        name = self._process.topics.name(topic)
+        while True:
+            producer = self._process.log.producer()
+            try:
+                for key, value in records:
+                    producer.send(name, value, key=key)
+                producer.flush()
+                return
+            except LogUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                self._process.idle(f"the log, to take {len(records)} records of {topic}")
+                time.sleep(_RETRY_S)
+            finally:
+                producer.close()
+
+    def dead_letter(self, record: Record, error: Exception) -> None:
+        """Keep a record that could not be read, with its position and the reason."""
+        letter = ev.DeadLetter(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            key=record.key,
+            value=record.value,
+            headers=dict(record.headers),
+            error=str(error),
+            reader=self._process.name,
+            produced_at=ev.now_ms(),
+        )
+        self.send("dead_letters", [(key_of(letter, "dead_letters"), codec.encode(letter))])
