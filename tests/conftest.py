@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from small_run import SmallRun
 
+# processes of one test share the cores, and torch reads this when it is first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 BUILD = Path(__file__).parents[1] / "examples" / "quickstart" / "build.py"
 
 
