@@ -71,7 +71,10 @@ class TopicInfo:
 
 @dataclass(frozen=True)
 class Lease:
-    """A role held by one process. Each holder's `epoch` is higher than all before it."""
+    """A role held by one process. Each holder's `epoch` is higher than all before it.
+
+    A lease that ended in time but was not taken still works: only a successor fences.
+    """
 
     role: str
     owner: str
@@ -106,8 +109,8 @@ class Consumer(Protocol):
         """Join the group. Both callbacks run inside `poll` (and on_revoke in `close`).
 
         A new owner starts at the group's committed positions, or at the first kept record.
-        on_revoke runs before the partitions are given up, while commits still work, unless the
-        lease was lost. Topics must exist and, except in a group's sole topic, have as many
+        on_revoke runs before the partitions are given up, while commits still work; after a lost
+        lease it runs too, and a commit in it raises Fenced. Topics must exist and, except in a group's sole topic, have as many
         partitions as each other.
         """
         ...
@@ -188,6 +191,9 @@ class Producer(Protocol):
     def flush(self, timeout_ms: int = 30_000) -> list[Position]:
         """Make all sent records durable; positions in the order of `send`. Raises when one was not.
 
+        After LogUnavailable the records are kept for the next flush; any other error drops them.
+        Not allowed inside a transaction.
+
         All records of one flush become visible together on the embedded log; on Kafka they do
         so only inside a transaction.
         """
@@ -201,7 +207,11 @@ class Producer(Protocol):
         ...
 
     def send_positions(self, consumer: Consumer, positions: Mapping[Partition, int]) -> None:
-        """Inside a transaction: commit the group's positions with it. Fenced if a lease is lost."""
+        """Inside a transaction: commit the group's positions with it.
+
+        The consumer is of the same `Log`. Fenced, when a lease was lost, may come only at the
+        transaction's end.
+        """
         ...
 
     def close(self) -> None:
