@@ -110,8 +110,8 @@ class Consumer(Protocol):
 
         A new owner starts at the group's committed positions, or at the first kept record.
         on_revoke runs before the partitions are given up, while commits still work; after a lost
-        lease it runs too, and a commit in it raises Fenced. Topics must exist and, except in a group's sole topic, have as many
-        partitions as each other.
+        lease it runs too, and a commit in it raises Fenced. Topics must exist and, except in a
+        group's sole topic, have as many partitions as each other.
         """
         ...
 
