@@ -141,6 +141,7 @@ def _online_source(
         max_staleness=settings.max_staleness,
         source_max_staleness=settings.source_max_staleness,
         in_number_order=settings.deterministic,
+        ends_by_steps=settings.total_steps is not None,
     )
     source = OnlineSource(
         process.log,

@@ -85,10 +85,13 @@ class TrajectoryWriter:
         return max(known) if known and len(known) == len(waits) else None
 
     async def record(self, trajectory: ev.Trajectory) -> tuple[bytes, bytes]:
-        """Encoded; beside the log when it is too large, failed when it breaks its contract."""
-        key = trajectory.group_id.encode()
+        """Encoded; beside the log when it is too large, failed when it breaks its contract.
+
+        It may take half of the limit, since an experience holds its trajectory and more.
+        """
+        key, limit = trajectory.group_id.encode(), self._settings.max_event_bytes // 2
         try:
-            return key, codec.encode(trajectory, max_bytes=self._settings.max_event_bytes)
+            return key, codec.encode(trajectory, max_bytes=limit)
         except InvalidEvent as error:
             return key, codec.encode(as_failed(trajectory, str(error)))
         except EventTooLarge as error:
@@ -97,7 +100,7 @@ class TrajectoryWriter:
         while True:
             try:
                 claimed = await in_thread(put_claim, self._settings.storage_uri, trajectory)
-                return key, codec.encode(claimed, max_bytes=self._settings.max_event_bytes)
+                return key, codec.encode(claimed, max_bytes=limit)
             except StorageUnavailable as error:
                 logger.warning("%s: %s", trajectory.trajectory_id, error)
                 await asyncio.sleep(_STORAGE_RETRY_S)

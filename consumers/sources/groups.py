@@ -131,7 +131,7 @@ class GroupAssembly:
 
     def on_ended(self, ended: Ended) -> None:
         """Take the scheduler's word that no more tasks come; only the current branch counts."""
-        if ended.branch == self.branch:
+        if ended.branch == self.branch and not self.rules.ends_by_steps:
             self._num_groups_at_end = ended.num_groups
 
     def judge(self, steps_done: int, now_ms: int) -> list[Drop]:

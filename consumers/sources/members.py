@@ -26,12 +26,15 @@ class BatchRules:
         max_staleness: highest (steps done - min_policy_version); None allows any.
         source_max_staleness: the same by reward source; the laxest that applies counts.
         in_number_order: take groups in publication order without gaps (deterministic runs).
+        ends_by_steps: the number of steps ends the run, so an Ended makes no short last batch;
+            one may be left from before the number was raised.
     """
 
     batch_groups: int
     max_staleness: int | None = None
     source_max_staleness: Mapping[str, int | None] = field(default_factory=dict)
     in_number_order: bool = False
+    ends_by_steps: bool = False
 
     def limit(self, sources: Iterable[str]) -> int | None:
         """The staleness allowed for an experience scored by `sources`; None when any is."""

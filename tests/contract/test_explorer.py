@@ -185,7 +185,7 @@ def test_large_trajectory_goes_beside_the_log(url, log, tmp_path, tiny_model_dir
     say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
     say(log, "tasks", task(0, row={"prompt": "x" * 300}))
     storage = str(tmp_path / "blobs") if has_storage else None
-    chosen = settings(max_prompt_tokens=400, max_event_bytes=1_200, storage_uri=storage)
+    chosen = settings(max_prompt_tokens=400, max_event_bytes=2_400, storage_uri=storage)
     with running(url, chosen):
         until(lambda: uncommitted(log) == 0)
     for t in trajectories(log):

@@ -72,6 +72,13 @@ def test_batch_waits_for_whole_groups():
     assert ids(groups.select()) == ["rows.0:0:a", "rows.0:1:a", "rows.1:0:a", "rows.1:1:a"]
 
 
+def test_an_ended_from_before_the_steps_were_raised_makes_no_short_batch():
+    groups = assembly(ends_by_steps=True)
+    groups.on_ended(ended(1))
+    feed(groups, group(0))
+    assert groups.select() is None and not groups.is_finished
+
+
 def test_batch_takes_the_highest_priority_first():
     groups = assembly()
     feed(groups, group(1, version=1) + group(2, version=2, priority=3.0) + group(3, version=3))
