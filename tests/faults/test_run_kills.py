@@ -37,6 +37,7 @@ POINTS = (
     "checkpoint.published",
     "checkpoint.committed",
 )
+LATER = {"checkpoint.state_written": 4}  # only a full save comes here: every second step
 OTHERS = (
     "explorer.generated",
     "explorer.published",
@@ -56,7 +57,7 @@ SAMPLE = {
 }
 # 14 in the checkpoint protocol and around the cut, 7 elsewhere, 10 from outside
 CASES = [
-    *(Case(f"{p}@{s}", point=f"{p}@{s}") for p in POINTS for s in (2, 3)),
+    *(Case(f"{p}@{s}", point=f"{p}@{s}") for p in POINTS for s in (2, LATER.get(p, 3))),
     *(Case(p, point=p) for p in OTHERS),
     *(
         Case(f"{role}-{seed}", role=role, seed=seed)
