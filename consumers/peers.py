@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-from ..schemas import codec
-from ..schemas.errors import InvalidEvent, UndecodableRecord
 from ..schemas.events import Heartbeat
 from ..schemas.topics import Topics
 from ..streams.log import Log, Partition
+from ..streams.reading import event_in
 
 FEEDING_ROLES = frozenset({"scheduler", "explorer", "join"})
 FRESH_S = 10.0
@@ -27,11 +26,8 @@ class Peers:
     def look(self) -> None:
         """Read the heartbeats that came."""
         for record in self._consumer.poll(500):
-            try:
-                beat = codec.decode(record.value or b"", Heartbeat)
-            except (UndecodableRecord, InvalidEvent):
-                continue  # heartbeats decide nothing that is kept; `status` reports broken ones
-            if beat.role in FEEDING_ROLES:
+            beat = event_in(record, Heartbeat)
+            if beat is not None and beat.role in FEEDING_ROLES:
                 self._beats[beat.process] = time.monotonic(), beat
 
     def is_anyone_working(self) -> bool:

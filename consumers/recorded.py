@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..schemas import codec
@@ -11,7 +10,8 @@ from ..schemas.errors import ConfigError
 from ..schemas.events import Branch, Checkpoint, Cut, Event, TrainStep
 from ..schemas.topics import CATALOGUE, Topics
 from ..streams.lineage import MAIN, Lineage, surviving_branch
-from ..streams.log import Log, Partition
+from ..streams.log import Log
+from ..streams.reading import begins, read_to_end
 
 logger = logging.getLogger("streamrft")
 
@@ -114,27 +114,14 @@ def _named_checkpoint(resume_from: str) -> tuple[str, int]:
 
 
 def read_history(log: Log, topics: Topics) -> History:
-    """Read both topics to their ends. Call it under the lease, so that they grow no more."""
+    """Read both topics to their ends. Call it under the lease, so that they grow no more.
+
+    Raises:
+        UndecodableRecord, InvalidEvent: one of them is no event; to go on without it might train
+            a step twice.
+    """
     history = History()
     for topic in ("checkpoints", "train_steps"):
-        for event in read_to_end(log, topics, topic):
-            history.add(event)
+        for record in read_to_end(log, begins(log, topics.name(topic))):
+            history.add(codec.decode(record.value, *CATALOGUE[topic].carries))
     return history
-
-
-def read_to_end(log: Log, topics: Topics, topic: str) -> Iterator[Event]:
-    """Every event of a topic of the catalogue that is on the log now."""
-    name = topics.name(topic)
-    info = log.describe([name])[name]
-    consumer = log.consumer()
-    consumer.assign({Partition(name, p): begin for p, begin in info.begin.items()})
-    try:
-        while not _reached(consumer.positions(), info.end):
-            for record in consumer.poll(500, timeout_ms=200):
-                yield codec.decode(record.value or b"", *CATALOGUE[topic].carries)
-    finally:
-        consumer.close()
-
-
-def _reached(positions: dict[Partition, int], ends: Mapping[int, int]) -> bool:
-    return all(at >= ends[p.partition] for p, at in positions.items())

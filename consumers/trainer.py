@@ -154,7 +154,7 @@ def _online_source(
         reader=process.name,
         check=learner.check,
     )
-    source.catch_up(settings.max_read_timeout_ms)
+    source.catch_up()
     return source
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..schemas import events as ev
-from ..streams.lineage import Lineage, surviving_branch
+from ..streams.lineage import Lineage, surviving_lineage
 from ..streams.log import Log, Partition
-from .handover import read_all
+from ..streams.reading import read_events
 from .plan import Stage
 
 S = TypeVar("S", ev.Cut, ev.TrainStep, ev.Checkpoint)
@@ -35,10 +35,9 @@ def judge(log: Log, stage: Stage) -> Verdict:
     """
     if stage.trainer is None:
         return _judge_exploring(log, stage)
-    steps = list(read_all(log, stage.topics, "train_steps"))
-    saved = list(read_all(log, stage.topics, "checkpoints"))
-    branches = [e for e in saved if isinstance(e, ev.Branch)]
-    lineage = Lineage.of(surviving_branch(branches), branches)
+    steps = list(read_events(log, stage.topics, "train_steps"))
+    saved = list(read_events(log, stage.topics, "checkpoints"))
+    lineage = surviving_lineage([e for e in saved if isinstance(e, ev.Branch)])
     fork = stage.trainer.branch
     if fork is not None and fork != lineage.branch:
         return Verdict(f"branch {fork} is not the one that training is on")
@@ -59,7 +58,7 @@ def judge(log: Log, stage: Stage) -> Verdict:
 
 def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) -> Verdict:
     """Every published group must be trained or dead."""
-    tasks = list(read_all(log, stage.topics, "tasks"))
+    tasks = list(read_events(log, stage.topics, "tasks"))
     ended = [e for e in tasks if isinstance(e, ev.Ended) and e.branch == lineage.branch]
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
@@ -67,7 +66,7 @@ def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) 
         t.group_id for t in tasks if isinstance(t, ev.Task) and lineage.contains(t.branch, t.step)
     }
     trained = {ev.group_of(m.trajectory_id) for cut in cuts for m in cut.members}
-    drops = (d for d in read_all(log, stage.topics, "drops") if isinstance(d, ev.Drop))
+    drops = (d for d in read_events(log, stage.topics, "drops") if isinstance(d, ev.Drop))
     dead = (dead_groups(drops, lineage) & ours) - trained
     left = ended[-1].num_groups - len(trained) - len(dead)
     if left > 0:
@@ -93,7 +92,7 @@ def dead_groups(drops: Iterable[ev.Drop], lineage: Lineage) -> set[str]:
 def _judge_exploring(log: Log, stage: Stage) -> Verdict:
     """Explore mode: all tasks published, rolled out and joined as far as rewards are there."""
     tasks, trajectories = stage.topics.name("tasks"), stage.topics.name("trajectories")
-    ended = [e for e in read_all(log, stage.topics, "tasks") if isinstance(e, ev.Ended)]
+    ended = [e for e in read_events(log, stage.topics, "tasks") if isinstance(e, ev.Ended)]
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
     for name, group in ((tasks, "explorers"), (trajectories, "join")):

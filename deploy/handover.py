@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeVar
-
-from ..schemas import codec
 from ..schemas import events as ev
-from ..schemas.errors import InvalidEvent, LogError, UndecodableRecord, UnknownTopic
-from ..schemas.topics import CATALOGUE, Topics
-from ..streams.lineage import Lineage, surviving_branch
-from ..streams.log import Log, Partition
+from ..schemas.errors import LogError
+from ..schemas.topics import Topics
+from ..streams.lineage import surviving_lineage
+from ..streams.log import Log
+from ..streams.reading import read_events
 from .plan import Stage, starting_from
-
-E = TypeVar("E", bound=ev.Event)
 
 
 def with_model(log: Log, stage: Stage) -> Stage:
@@ -36,36 +31,14 @@ def with_model(log: Log, stage: Stage) -> Stage:
 
 def newest_full(log: Log, topics: Topics) -> ev.Checkpoint | None:
     """The full checkpoint with the most steps on the surviving branch; None before the first."""
-    events = list(read_all(log, topics, "checkpoints"))
-    branches = [e for e in events if isinstance(e, ev.Branch)]
-    lineage = Lineage.of(surviving_branch(branches), branches)
+    events = list(read_events(log, topics, "checkpoints"))
+    lineage = surviving_lineage([e for e in events if isinstance(e, ev.Branch)])
     found = [
         e
         for e in events
         if isinstance(e, ev.Checkpoint) and e.kind == "full" and lineage.contains(e.branch, e.step)
     ]
     return max(found, key=lambda c: c.step, default=None)
-
-
-def read_all(log: Log, topics: Topics, topic: str) -> Iterator[ev.Event]:
-    """Every event of a topic of the catalogue, in order within a partition; none if it is missing.
-
-    Records that are no events are left out: their readers dead-letter them.
-    """
-    name = topics.name(topic)
-    try:
-        info = log.describe([name])[name]
-    except UnknownTopic:
-        return
-    consumer = log.consumer()
-    consumer.assign({Partition(name, p): begin for p, begin in info.begin.items()})
-    while records := consumer.poll(1000):
-        for record in records:
-            try:
-                yield codec.decode(record.value or b"", *CATALOGUE[topic].carries)
-            except (UndecodableRecord, InvalidEvent):
-                continue
-    consumer.close()
 
 
 def _last_trained(stage: Stage | None) -> Stage | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..schemas import events as ev
-from ..streams.lineage import Lineage, surviving_branch
+from ..streams.lineage import surviving_lineage
 
 
 class Announced:
@@ -12,7 +12,7 @@ class Announced:
     def __init__(self) -> None:
         self._branches: list[ev.Branch] = []
         self._checkpoints: dict[tuple[str, int], ev.Checkpoint] = {}
-        self._lineage = Lineage.of("main", [])
+        self._lineage = surviving_lineage([])
         self.newest: ev.Checkpoint | None = None
 
     def on_event(self, event: ev.Checkpoint | ev.Branch) -> None:
@@ -20,7 +20,7 @@ class Announced:
         if isinstance(event, ev.Branch):
             if event not in self._branches[-1:]:
                 self._branches.append(event)
-            self._lineage = Lineage.of(surviving_branch(self._branches), self._branches)
+            self._lineage = surviving_lineage(self._branches)
         else:
             self._checkpoints[event.branch, event.step] = event
         self.newest = max(

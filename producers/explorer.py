@@ -19,6 +19,7 @@ from ..schemas.errors import (
 from ..streams import faults
 from ..streams.log import Partition, Record
 from ..streams.process import Process
+from ..streams.reading import begins
 from .announced import Announced
 from .engines.service import EngineService
 from .outbox import Outbox
@@ -76,9 +77,7 @@ class Explorer:
         self._rate = _Rate()
         self._outbox = Outbox(process)
         self._checkpoints = self._log.consumer()
-        name = self._topics.name("checkpoints")
-        begin = self._log.describe([name])[name].begin
-        self._checkpoints.assign({Partition(name, p): at for p, at in begin.items()})
+        self._checkpoints.assign(begins(self._log, self._topics.name("checkpoints")))
         self._tasks = self._log.consumer(
             group=f"{self._topics.namespace}.explorers", member=process.name
         )
@@ -101,8 +100,6 @@ class Explorer:
         finally:
             self._loop.stop()
             VERIFIER.close()
-
-    # --- taking
 
     def _follow_weights(self) -> None:
         waits = bool(self._waiting) and not self._num_running
@@ -188,8 +185,6 @@ class Explorer:
         lost = self._progress.give_up(partitions)
         self._loop.cancel(lost)
         self._waiting = deque(t for t in self._waiting if not t.is_given_up)
-
-    # --- publishing
 
     def _ended(self) -> list[Outcome]:
         """What has ended; waits a little for the first, less for those that end with it."""

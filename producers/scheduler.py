@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,9 +13,10 @@ from ..schemas import events as ev
 from ..schemas.errors import InvalidEvent, LogUnavailable, UndecodableRecord
 from ..schemas.topics import CATALOGUE
 from ..streams import faults
-from ..streams.lineage import Lineage, surviving_branch
-from ..streams.log import Consumer, Lease, Partition, Record
+from ..streams.lineage import Lineage, surviving_branch, surviving_lineage
+from ..streams.log import Consumer, Lease, Record
 from ..streams.process import Process
+from ..streams.reading import begins, drain, read_events
 from .settings import SchedulerSettings
 from .tasksets import Tasksets
 from .window import Publication, Window
@@ -83,11 +84,10 @@ class Scheduler:
         self._say(window)
         return is_done
 
-    # --- reading
-
     def _read_from_start(self) -> Window | None:
         """Read checkpoints for the branches, then the tasks, then all that happened to them."""
-        self._branches = [e for e in self._read_all("checkpoints") if isinstance(e, ev.Branch)]
+        saved = read_events(self._log, self._topics, "checkpoints")
+        self._branches = [e for e in saved if isinstance(e, ev.Branch)]
         if not self._is_on_branch():
             self._await_branch()
             return None
@@ -97,7 +97,8 @@ class Scheduler:
             window.on_task(task)
         self._experiences: Consumer | None = None
         self._consumer = self._consumer_of(*_FOLLOWED)
-        for record in self._to_the_end(self._consumer):
+        for record in drain(self._log, self._consumer):
+            self._renew()
             self._fold(window, record)
         self._follow_experiences(window)
         return window
@@ -105,7 +106,8 @@ class Scheduler:
     def _published(self, window: Window) -> list[ev.Task]:
         """Every task on the log by number, without its content; says the ends on the way."""
         tasks: list[ev.Task] = []
-        for event in self._read_all("tasks"):
+        for event in read_events(self._log, self._topics, "tasks"):
+            self._renew()
             if isinstance(event, ev.Ended):
                 window.on_ended(event)
             elif isinstance(event, ev.Task):
@@ -137,7 +139,7 @@ class Scheduler:
         )
 
     def _lineage(self) -> Lineage:
-        return Lineage.of(surviving_branch(self._branches), self._branches)
+        return surviving_lineage(self._branches)
 
     def _fold(self, window: Window, record: Record) -> None:
         event = self._decode(record)
@@ -158,39 +160,17 @@ class Scheduler:
             if not window.awaits_rewards:
                 return
             self._experiences = self._consumer_of("experiences")
-            records: Iterator[Record] | list[Record] = self._to_the_end(self._experiences)
+            records: Iterable[Record] = drain(self._log, self._experiences)
         else:
             records = self._experiences.poll(2_000, 0)
         for record in records:
+            self._renew()
             window.on_experience((record.key or b"").decode(errors="replace"))
 
     def _consumer_of(self, *topics: str) -> Consumer:
-        names = [self._topics.name(t) for t in topics]
         consumer = self._log.consumer()
-        consumer.assign(
-            {
-                Partition(name, p): begin
-                for name, found in self._log.describe(names).items()
-                for p, begin in found.begin.items()
-            }
-        )
+        consumer.assign(begins(self._log, *(self._topics.name(t) for t in topics)))
         return consumer
-
-    def _read_all(self, topic: str) -> Iterator[ev.Event]:
-        consumer = self._consumer_of(topic)
-        for record in self._to_the_end(consumer):
-            event = self._decode(record)
-            if event is not None:
-                yield event
-        consumer.close()
-
-    def _to_the_end(self, consumer: Consumer) -> Iterator[Record]:
-        """Every record up to the ends that the partitions have now."""
-        ends = self._log.end_offsets(consumer.assignment())
-        while any(at < ends[p] for p, at in consumer.positions().items()):
-            self._renew()
-            self._process.alive()
-            yield from consumer.poll(2_000, 1_000)
 
     def _decode(self, record: Record) -> ev.Event | None:
         """The event; None for a poison record, which its own reader dead-letters."""
@@ -206,8 +186,6 @@ class Scheduler:
                 error,
             )
             return None
-
-    # --- writing
 
     def _publish(self, window: Window) -> bool:
         """Publish what is due; True when the run is over and has been said so."""

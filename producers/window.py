@@ -76,8 +76,6 @@ class Window:
         self._ended: ev.Ended | None = None
         self.awaits_rewards = False
 
-    # --- folds
-
     def on_task(self, task: ev.Task) -> None:
         """One publication, of this process or of its predecessors."""
         self._num_published = max(self._num_published, task.number + 1)
@@ -151,8 +149,6 @@ class Window:
         if group is not None:
             group.has_experience = True
             self._parked.discard(group_id)
-
-    # --- what follows
 
     def plan(self, now_ms: int, limit: int) -> list[Publication]:
         """Publications due now, at most `limit`; publish them all, then fold their tasks."""
@@ -242,8 +238,6 @@ class Window:
             f"cut of step {self._last_cut + 1} or a checkpoint after step {self._policy_version} "
             f"({self.num_outstanding} groups outstanding)"
         )
-
-    # --- inside
 
     def _is_in_lineage(self, trajectory: ev.Trajectory) -> bool:
         """No token is newer than the fork. What failed before a token has no version to judge."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..schemas.errors import LogError
@@ -68,10 +68,6 @@ class Lineage:
         """Last step of an ancestor that belongs here; None for the branch itself and strangers."""
         return next((s.last_step for s in self.segments[1:] if s.branch == branch), None)
 
-    def is_ancestor(self, branch: str) -> bool:
-        """Whether `branch` is one that this one was forked from, directly or not."""
-        return any(s.branch == branch for s in self.segments[1:])
-
 
 def _narrowed(segments: list[Segment]) -> tuple[Segment, ...]:
     """Each ancestor's end no later than the ends of the branches after it."""
@@ -91,3 +87,8 @@ def surviving_branch(branches: Iterable[Branch]) -> str:
     for fork in branches:
         newest = fork.branch
     return newest
+
+
+def surviving_lineage(branches: Sequence[Branch]) -> Lineage:
+    """The lineage of the branch that training is on. Raises LogError as `Lineage.of`."""
+    return Lineage.of(surviving_branch(branches), branches)

@@ -12,20 +12,19 @@ Layout of the compacted topic `join_state`, one record a key, partition by parti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from ..schemas import codec
-from ..schemas.errors import LogUnavailable, OffsetOutOfRange
+from ..schemas.errors import OffsetOutOfRange
 from ..schemas.events import Event
 from ..schemas.topics import Topics, key_of
 from .log import Log, Partition, Producer
+from .reading import begins, read_to_end
 
 COUNTERS_KEY = b"__counters__"
-_STALLED_S = 30.0
 
 Headers = Iterable[tuple[str, bytes]]
 
@@ -99,28 +98,16 @@ def read_counters(log: Log, topics: Topics) -> dict[str, int]:
 
 
 def _read_latest(log: Log, source: Partition) -> dict[bytes, bytes]:
-    reader = log.consumer()
-    begin = log.describe([source.topic])[source.topic].begin[source.partition]
-    end = log.end_offsets([source])[source]
-    reader.assign({source: begin})
+    """The last value of every key that has one."""
     latest: dict[bytes, bytes] = {}
-    stalled_at = time.monotonic() + _STALLED_S
-    while reader.positions()[source] < end:
+    while True:
+        starts = {source: begins(log, source.topic)[source]}
         try:
-            records = reader.poll(2000, 100)
-        except OffsetOutOfRange:  # compaction moved the first kept record while we read
-            moved = log.describe([source.topic])[source.topic].begin[source.partition]
-            reader.seek(source, moved)
-            continue
-        for record in records:
-            assert record.key is not None, "join_state records have keys"
-            if record.value is None:
+            for record in read_to_end(log, starts):
+                assert record.key is not None, "join_state records have keys"
                 latest.pop(record.key, None)
-            else:
-                latest[record.key] = record.value
-        if records:
-            stalled_at = time.monotonic() + _STALLED_S
-        elif time.monotonic() > stalled_at:
-            raise LogUnavailable(f"{source.topic}[{source.partition}]: its end is out of reach")
-    reader.close()
-    return latest
+                if record.value is not None:
+                    latest[record.key] = record.value
+            return latest
+        except OffsetOutOfRange:  # compaction moved the first kept record before it was read
+            latest.clear()

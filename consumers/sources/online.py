@@ -7,15 +7,15 @@ experience, and payloads up to the cache's size; the rest is read again when its
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...schemas import codec
-from ...schemas.errors import InvalidEvent, LogUnavailable, Timeout, UndecodableRecord
+from ...schemas.errors import InvalidEvent, LogUnavailable, UndecodableRecord
 from ...schemas.events import Cut, Drop, Ended, Experience, Task, Trajectory, now_ms
 from ...schemas.topics import Topics
 from ...streams.log import Log, Partition, Position, Record
+from ...streams.reading import begins, drain
 from ..announcer import Announcer
 from ..learning.examples import TrainingExample
 from .groups import GroupAssembly
@@ -64,7 +64,7 @@ class OnlineSource:
             self.groups.on_ended(Ended(**ended))
         self._ended: dict[str, Any] | None = (position or {}).get("ended")
 
-    def catch_up(self, timeout_ms: int) -> None:
+    def catch_up(self) -> None:
         """Read `drops` and the end of `tasks` as far as they reach now, before any experience.
 
         What an earlier trainer dropped after its checkpoint is known then and not dropped twice.
@@ -72,13 +72,8 @@ class OnlineSource:
         experiences = self._partitions("experiences")
         self._consumer.pause(experiences)
         rest = [p for p in self._consumer.assignment() if p not in experiences]
-        ends = self._log.end_offsets(rest)
-        deadline = time.monotonic() + timeout_ms / 1000
-        while any(self._consumer.positions()[p] < end for p, end in ends.items()):
-            if time.monotonic() > deadline:
-                raise Timeout(f"{self._reader}: reading drops up to their end", timeout_ms)
-            for record in self._consumer.poll(MAX_POLL_RECORDS, timeout_ms=200):
-                self._take_in(record)
+        for record in drain(self._log, self._consumer, rest):
+            self._take_in(record)
         self._consumer.resume(experiences)
 
     def poll(self, steps_done: int, timeout_ms: int) -> int:
@@ -169,8 +164,8 @@ class OnlineSource:
     def _start_positions(self, position: Mapping[str, Any]) -> dict[Partition, int]:
         """Saved positions as they are; a partition without one from its first kept record."""
         wanted = [self._tasks, *self._partitions("drops"), *self._partitions("experiences")]
-        info = self._log.describe({p.topic for p in wanted})
-        starts = {p: info[p.topic].begin[p.partition] for p in wanted}
+        first = begins(self._log, *{p.topic for p in wanted})
+        starts = {p: first[p] for p in wanted}
         if position:
             starts[self._tasks] = position["tasks"]
             for p in self._partitions("drops"):

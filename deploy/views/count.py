@@ -10,23 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from ...schemas import codec
 from ...schemas import events as ev
-from ...schemas.errors import InvalidEvent, UndecodableRecord
 from ...schemas.topics import CATALOGUE
 from ...streams.join.state import LIVE, decode_group
-from ...streams.lineage import Lineage, surviving_branch
+from ...streams.lineage import surviving_lineage
 from ...streams.log import Log, Partition, Record
 from ...streams.outbox import read_state
-from ..handover import read_all
+from ...streams.reading import drain, event_in, read_events
 from ..plan import Stage
 from .ledger import Balance, Books, Ledger
 
-E = TypeVar("E", bound=ev.Event)
 _FORMAT = 1
 _REWARD_OUTCOMES = (
     "applied",
@@ -56,10 +52,8 @@ class Counting:
     def __init__(self, log: Log, stage: Stage, *, anew: bool = False) -> None:
         """Start from the kept fold, unless `anew` or it does not belong to this log."""
         self._log, self._stage, self._topics = log, stage, stage.topics
-        branches = [
-            e for e in read_all(log, stage.topics, "checkpoints") if isinstance(e, ev.Branch)
-        ]
-        self.lineage = Lineage.of(surviving_branch(branches), branches)
+        saved = read_events(log, stage.topics, "checkpoints")
+        self.lineage = surviving_lineage([e for e in saved if isinstance(e, ev.Branch)])
         self._path = stage.job_dir / "ledger.msgpack"
         self._born_ms = self._birth()
         kept = None if anew else self._load()
@@ -126,35 +120,34 @@ class Counting:
             return
         consumer = self._log.consumer()
         consumer.assign(places)
-        while records := consumer.poll(2000):
-            for record in records:
-                if record.value is not None:
-                    take(record)
+        for record in drain(self._log, consumer):
+            if record.value is not None:
+                take(record)
         at |= {p.partition: offset for p, offset in consumer.positions().items()}
         consumer.close()
 
     def _on_trajectory(self, record: Record) -> None:
-        found = _decoded(record, ev.Trajectory)
+        found = event_in(record, ev.Trajectory)
         if found is None:
             self._ledger.on_unreadable(record.position)
         else:
             self._ledger.on_trajectory(found.trajectory_id, record.position)
 
     def _on_experience(self, record: Record) -> None:
-        if (found := _decoded(record, ev.Experience)) is not None:
+        if (found := event_in(record, ev.Experience)) is not None:
             self._ledger.on_experience(found, record.offset)
 
     def _on_drop(self, record: Record) -> None:
-        if (found := _decoded(record, ev.Drop)) is not None:
+        if (found := event_in(record, ev.Drop)) is not None:
             self._ledger.on_drop(found)
 
     def _on_train_step(self, record: Record) -> None:
-        found = _decoded(record, *CATALOGUE["train_steps"].carries)
+        found = event_in(record, *CATALOGUE["train_steps"].carries)
         if isinstance(found, ev.Cut):
             self._ledger.on_cut(found)
 
     def _on_dead_letter(self, record: Record) -> None:
-        if (found := _decoded(record, ev.DeadLetter)) is not None:
+        if (found := event_in(record, ev.DeadLetter)) is not None:
             of_trajectories = self._topics.short(found.topic) == "trajectories"
             self._ledger.on_dead_letter(found, of_trajectories=of_trajectories)
 
@@ -192,10 +185,3 @@ class Counting:
             partial = Path(f"{self._path}.{os.getpid()}")
             partial.write_bytes(msgspec.msgpack.encode(kept))
             partial.replace(self._path)
-
-
-def _decoded(record: Record, *kinds: type[E]) -> E | None:
-    try:
-        return codec.decode(record.value or b"", *kinds)
-    except (UndecodableRecord, InvalidEvent):
-        return None

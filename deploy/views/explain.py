@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...schemas import codec
 from ...schemas import events as ev
-from ...schemas.errors import InvalidEvent, StreamrftError, UndecodableRecord
+from ...schemas.errors import StreamrftError
 from ...schemas.topics import CATALOGUE, key_of, partition_for
 from ...streams.join.state import Group, decode_group
 from ...streams.lineage import Lineage, surviving_branch
 from ...streams.log import Partition, Record
 from ...streams.outbox import read_state
+from ...streams.reading import begins, event_in, read_to_end
 from .place import Place, opened
 from .sentences import sentence
 
@@ -99,7 +99,7 @@ def _of_group(place: Place, group_id: str) -> list[Found]:
 
 def _reward(place: Place, event_id: str) -> Found | None:
     for partition in range(place.stage.topics.partitions("rewards")):
-        for found in _read(place, "rewards", partition, lambda r: True):
+        for found in _read(place, "rewards", partition):
             if isinstance(found.event, ev.Reward) and found.event.event_id == event_id:
                 return found
     return None
@@ -107,7 +107,7 @@ def _reward(place: Place, event_id: str) -> Found | None:
 
 def _training_of(place: Place, ids: set[str]) -> list[Found]:
     """Cuts with one of the ids, their steps, and the first checkpoint after each."""
-    steps = list(_read(place, "train_steps", 0, lambda r: True))
+    steps = list(_read(place, "train_steps", 0))
     cuts = [
         f
         for f in steps
@@ -119,11 +119,7 @@ def _training_of(place: Place, ids: set[str]) -> list[Found]:
         for f in steps
         if isinstance(f.event, ev.TrainStep) and (f.event.branch, f.event.step) in at
     ]
-    saved = [
-        f
-        for f in _read(place, "checkpoints", 0, lambda r: True)
-        if isinstance(f.event, ev.Checkpoint)
-    ]
+    saved = [f for f in _read(place, "checkpoints", 0) if isinstance(f.event, ev.Checkpoint)]
     return cuts + done + [f for f in _first_after(saved, at)]
 
 
@@ -189,7 +185,7 @@ class _Checkpoints:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._saved = list(_read(place, "checkpoints", 0, lambda r: True))
+        self._saved = list(_read(place, "checkpoints", 0))
         self._branches = [f.event for f in self._saved if isinstance(f.event, ev.Branch)]
 
     def lines(self, branch: str | None, step: int) -> list[str]:
@@ -215,7 +211,7 @@ class _Checkpoints:
         before = max((self._step(f) for f in self._of(lineage) if self._step(f) < step), default=0)
         cuts = [
             f
-            for f in _read(self._place, "train_steps", 0, lambda r: True)
+            for f in _read(self._place, "train_steps", 0)
             if isinstance(f.event, ev.Cut)
             and lineage.contains(f.event.branch, f.event.step)
             and f.event.step <= step
@@ -250,20 +246,14 @@ class _Checkpoints:
 
 
 def _read(
-    place: Place, topic: str, partition: int, wants: Callable[[Record], bool]
+    place: Place, topic: str, partition: int, wants: Callable[[Record], bool] = lambda record: True
 ) -> Iterator[Found]:
-    name = place.stage.topics.name(topic)
-    consumer = place.log.consumer()
-    begin = place.log.describe([name])[name].begin[partition]
-    consumer.assign({Partition(name, partition): begin})
-    while records := consumer.poll(2000):
-        for record in filter(wants, records):
-            try:
-                event = codec.decode(record.value or b"", *CATALOGUE[topic].carries)
-            except (UndecodableRecord, InvalidEvent):
-                continue
+    source = Partition(place.stage.topics.name(topic), partition)
+    start = {source: begins(place.log, source.topic)[source]}
+    for record in filter(wants, read_to_end(place.log, start)):
+        event = event_in(record, *CATALOGUE[topic].carries)
+        if event is not None:
             yield Found(topic, record, event)
-    consumer.close()
 
 
 def _ids(found: list[Found]) -> set[str]:

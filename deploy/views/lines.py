@@ -22,6 +22,7 @@ from ...schemas.errors import (
 )
 from ...schemas.topics import CATALOGUE, key_of
 from ...streams.log import Consumer, Partition, Record
+from ...streams.reading import drain
 from .place import Place, catalogue_name, opened
 from .sentences import sentence
 
@@ -92,9 +93,7 @@ def _last(
         for p, first in info.begin.items()
     }
     consumer.assign(begin)
-    records: list[Record] = []
-    while found := consumer.poll(5000):
-        records += found
+    records = list(drain(place.log, consumer))
     records.sort(key=lambda r: (r.timestamp_ms, r.partition, r.offset))
     return records if limit is None else records[len(records) - min(limit, len(records)) :]
 

@@ -6,11 +6,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from ...schemas import codec
 from ...schemas import events as ev
-from ...schemas.errors import InvalidEvent, UndecodableRecord
 from ...schemas.topics import CATALOGUE
 from ...streams.log import Log, Partition, Record
+from ...streams.reading import event_in
 from ..goal import lag
 from ..plan import Stage
 
@@ -96,10 +95,7 @@ class Progress:
 
     def _fold(self, record: Record) -> None:
         topic = self._full_names[record.topic]
-        try:
-            event = codec.decode(record.value or b"", *CATALOGUE[topic].carries)
-        except (UndecodableRecord, InvalidEvent):
-            return
+        event = event_in(record, *CATALOGUE[topic].carries)
         if isinstance(event, ev.TrainStep):
             if event.branch != self.branch:
                 return

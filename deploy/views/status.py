@@ -15,8 +15,9 @@ import psutil
 from ...schemas import events as ev
 from ...schemas.events import now_ms
 from ...streams.log import Log
+from ...streams.reading import read_events
 from ..goal import judge
-from ..handover import newest_full, read_all
+from ..handover import newest_full
 from ..plan import Stage
 from .count import Counting
 from .ledger import TRAINED, Balance
@@ -111,12 +112,12 @@ def status_of(log: Log, stage: Stage, *, anew: bool = False) -> Status:
     balance = counting.update()
     steps = [
         e
-        for e in read_all(log, stage.topics, "train_steps")
+        for e in read_events(log, stage.topics, "train_steps")
         if isinstance(e, ev.TrainStep) and counting.lineage.contains(e.branch, e.step)
     ]
     last = max(steps, key=lambda s: s.step, default=None)
     beats: dict[str, ev.Heartbeat] = {}
-    for beat in read_all(log, stage.topics, "heartbeats"):
+    for beat in read_events(log, stage.topics, "heartbeats"):
         assert isinstance(beat, ev.Heartbeat)
         beats[beat.process] = beat
     return Status(

@@ -157,8 +157,6 @@ class EngineService:
                 call.result.set_result(made[start:end])
             start = end
 
-    # --- in the engine's thread
-
     def _generate(self, calls: list[_Call]) -> list[Generation]:
         engine = self._ensure_weights(max(c.min_version for c in calls))
         start = time.monotonic()
