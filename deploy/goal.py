@@ -58,16 +58,13 @@ def judge(log: Log, stage: Stage) -> Verdict:
 
 def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) -> Verdict:
     """Every published group must be trained or dead."""
-    tasks = list(read_events(log, stage.topics, "tasks"))
+    tasks = read_events(log, stage.topics, "tasks")
     ended = [e for e in tasks if isinstance(e, ev.Ended) and e.branch == lineage.branch]
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
-    ours = {
-        t.group_id for t in tasks if isinstance(t, ev.Task) and lineage.contains(t.branch, t.step)
-    }
     trained = {ev.group_of(m.trajectory_id) for cut in cuts for m in cut.members}
     drops = (d for d in read_events(log, stage.topics, "drops") if isinstance(d, ev.Drop))
-    dead = (dead_groups(drops, lineage) & ours) - trained
+    dead = dead_groups(drops, lineage) - trained
     left = ended[-1].num_groups - len(trained) - len(dead)
     if left > 0:
         return Verdict(f"{left} of {ended[-1].num_groups} groups are neither trained nor dropped")
@@ -75,18 +72,25 @@ def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) 
 
 
 def dead_groups(drops: Iterable[ev.Drop], lineage: Lineage) -> set[str]:
-    """Groups that emitted nothing, or whose emitted members the trainer all dropped."""
+    """Groups that emitted nothing, or whose emitted members the trainer all dropped.
+
+    Off-lineage ones are left out, as they are from the number that an Ended says: whichever
+    branch published a group, only its tokens decide that.
+    """
     dead: set[str] = set()
+    off: set[str] = set()
     slots: dict[str, set[int]] = {}
     for drop in drops:
         if drop.group_experiences == 0:
             dead.add(drop.group_id)
         elif drop.where == "trainer" and lineage.contains(drop.branch, drop.step):
+            if drop.reason == "off_lineage":
+                off.add(drop.group_id)
             found = slots.setdefault(drop.group_id, set())
             found.add(drop.slot)
             if drop.group_experiences and len(found) >= drop.group_experiences:
                 dead.add(drop.group_id)
-    return dead
+    return dead - off
 
 
 def _judge_exploring(log: Log, stage: Stage) -> Verdict:

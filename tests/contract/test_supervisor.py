@@ -24,7 +24,7 @@ from streamrft.deploy.plan import ProcessSpec, plan
 from streamrft.deploy.roles import load_plugins
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import ConfigError
-from streamrft.streams.lineage import Lineage
+from streamrft.streams.lineage import Lineage, surviving_lineage
 
 CONFIG: dict[str, Any] = {
     "mode": "explore",
@@ -368,10 +368,25 @@ def test_without_total_steps_every_group_must_be_trained_or_dead(cli: Cli) -> No
         assert judge(place.log, place.stage).is_reached
 
 
-def a_drop(group_id: str, slot: int, where: str, *, group_experiences: int) -> ev.Drop:
+def test_dead_groups_of_an_abandoned_step_count_for_the_fork_and_off_lineage_ones_do_not() -> None:
+    fork = ev.Branch(branch="main.1", parent="main", step=1, produced_at=1)
+    lineage = surviving_lineage([fork])
+    filtered = a_drop("rows.7", 0, "join", group_experiences=0)
+    off = a_drop("rows.8", 0, "trainer", group_experiences=1, reason="off_lineage")
+    assert dead_groups([filtered, off], lineage) == {"rows.7"}
+
+
+def a_drop(
+    group_id: str,
+    slot: int,
+    where: str,
+    *,
+    group_experiences: int,
+    reason: ev.DropReason | None = None,
+) -> ev.Drop:
     return ev.Drop(
         trajectory_id=f"{group_id}:{slot}:a", group_id=group_id, slot=slot, number=0,
-        reason="stale" if where == "trainer" else "expired", detail="", where=where,
+        reason=reason or ("stale" if where == "trainer" else "expired"), detail="", where=where,
         branch="main" if where == "trainer" else "", step=1 if where == "trainer" else -1,
         group_experiences=group_experiences, produced_at=1,
     )  # fmt: skip
