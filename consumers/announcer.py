@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 
-import msgspec
-
 from ..schemas import codec
-from ..schemas.errors import EventTooLarge, LogUnavailable
-from ..schemas.events import DeadLetter, Event, now_ms
+from ..schemas.errors import LogUnavailable
+from ..schemas.events import Event, now_ms
 from ..schemas.topics import Topics, key_of
+from ..streams.dead_letters import dead_letter, limit_of
 from ..streams.log import Lease, Log, Record
 
 logger = logging.getLogger("streamrft")
@@ -23,7 +22,7 @@ class Announcer:
 
     def __init__(self, log: Log, topics: Topics, lease: Lease) -> None:
         self.epoch = lease.epoch
-        self._topics = topics
+        self._log, self._topics = log, topics
         self._producer = log.producer(fence=lease)
 
     def publish(self, topic: str, *events: Event) -> None:
@@ -49,24 +48,6 @@ class Announcer:
 
     def dead_letter(self, record: Record, error: str, reader: str) -> None:
         """Append a record that could not be read; without its value when that is too large."""
-        letter = DeadLetter(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            key=record.key,
-            value=record.value,
-            headers=dict(record.headers),
-            error=error,
-            reader=reader,
-            produced_at=now_ms(),
-        )
-        try:
-            self.publish("dead_letters", letter)
-        except EventTooLarge:
-            self.publish("dead_letters", _without_value(letter))
-
-
-def _without_value(letter: DeadLetter) -> DeadLetter:
-    size = len(letter.value or b"")
-    note = f"{letter.error} (its {size:,} bytes are too large to repeat: read them at the position)"
-    return msgspec.structs.replace(letter, value=None, error=note)
+        limit = limit_of(self._log, self._topics.name("dead_letters"))
+        letter = dead_letter(record, error, reader=reader, now_ms=now_ms(), max_bytes=limit)
+        self.publish("dead_letters", letter)

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from ..schemas import codec
-from ..schemas import events as ev
 from ..schemas.errors import LogUnavailable
+from ..schemas.events import now_ms
 from ..schemas.topics import key_of
+from ..streams.dead_letters import dead_letter, limit_of
 from ..streams.log import Record
 from ..streams.process import Process
 
@@ -46,15 +47,8 @@ class Outbox:
 
     def dead_letter(self, record: Record, error: Exception) -> None:
         """Keep a record that could not be read, with its position and the reason."""
-        letter = ev.DeadLetter(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            key=record.key,
-            value=record.value,
-            headers=dict(record.headers),
-            error=str(error),
-            reader=self._process.name,
-            produced_at=ev.now_ms(),
+        limit = limit_of(self._process.log, self._process.topics.name("dead_letters"))
+        letter = dead_letter(
+            record, str(error), reader=self._process.name, now_ms=now_ms(), max_bytes=limit
         )
         self.send("dead_letters", [(key_of(letter, "dead_letters"), codec.encode(letter))])

@@ -15,9 +15,10 @@ from ..schemas.errors import (
     StreamrftError,
     UndecodableRecord,
 )
-from ..schemas.events import Clock, DeadLetter, Drop, Reward, Trajectory, is_id
+from ..schemas.events import Clock, Drop, Reward, Trajectory, is_id
 from ..schemas.topics import Topics, partition_for
 from ..schemas.validate import check_time
+from .dead_letters import dead_letter
 from .join.join import RewardJoin
 from .join.outcomes import Closed, Dropped, Misaddressed, Outcome
 from .log import Log, Position, Record
@@ -247,20 +248,12 @@ class PartitionJoin:
     def dead_letter(self, record: Record, error: Exception) -> None:
         """Set a bad record aside, with its position and the reason."""
         self.join.counts["dead_letters"] += 1
-        value, reason = record.value, f"{type(error).__name__}: {error}"
-        around = len(reason) + sum(len(k) + len(v) + 20 for k, v in record.headers) + 1024
-        if value is not None and len(value) + around > self._settings.max_event_bytes:
-            value, reason = None, f"{reason} (value of {len(value):,} bytes left at its position)"
-        letter = DeadLetter(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            key=record.key,
-            value=value,
-            headers=dict(record.headers),
-            error=reason.encode(errors="replace").decode(),
+        letter = dead_letter(
+            record,
+            f"{type(error).__name__}: {error}",
             reader=self._reader,
-            produced_at=self.now_ms,
+            now_ms=self.now_ms,
+            max_bytes=self._settings.max_event_bytes,
         )
         self.out.event("dead_letters", letter)
 
