@@ -10,13 +10,17 @@ from urllib.parse import urlsplit
 from ...producers.settings import Pacing
 from ...schemas.errors import ConfigError
 from .buffer import Taskset
+from .ranges import check_ranges
 from .schema import Config
 
-_ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
+# names become folders too, so none may mean this folder or the one above
+_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]+\Z")
 _SECRET = re.compile(
     r"(^|_)(api_?key|password|passwd|secret|credentials?)\Z|^(.*(auth|access|api|hf|bearer)_)?token\Z",
     re.IGNORECASE,
 )
+SELECTORS = ("sequential", "shuffle", "random")
+_LATER_SELECTORS = ("offline_easy2hard", "difficulty_based")
 _TOPICS_TO_JOIN = ("trajectories", "rewards")
 _TOPICS = (
     "tasks trajectories rewards experiences clock drops train_steps checkpoints evaluations "
@@ -27,7 +31,7 @@ _TOPICS = (
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that the configuration of one stage breaks."""
     _names(config)
-    _counts(config)
+    check_ranges(config)
     _mode(config)
     if rolls_out(config):
         _tasksets(config)
@@ -101,45 +105,11 @@ def _names(config: Config) -> None:
         if name and not is_id(name):
             raise ConfigError(
                 f"{key}: {name!r} found; topics and ids are made of it, so use only letters, "
-                "digits and . _ : -"
+                "digits and . _ : -, and not dots alone"
             )
     for key in ("project", "name"):
         if not names[key]:
             raise ConfigError(f"{key}: empty; give the run a name")
-
-
-def _counts(config: Config) -> None:
-    buffer, sync, model = config.buffer, config.synchronizer, config.explorer.rollout_model
-    at_least: list[tuple[str, float | None, float]] = [
-        ("buffer.batch_size", buffer.batch_size, 1),
-        ("buffer.train_batch_size", buffer.train_batch_size, 0),
-        ("buffer.total_epochs", buffer.total_epochs, 1),
-        ("buffer.total_steps", buffer.total_steps, 1),
-        ("trainer.total_steps", config.trainer.total_steps, 1),
-        ("trainer.save_interval", config.trainer.save_interval, 0),
-        ("trainer.max_checkpoints_to_keep", config.trainer.max_checkpoints_to_keep, 0),
-        ("trainer.resume_minutes", config.trainer.resume_minutes, 0),
-        ("algorithm.repeat_times", config.algorithm.repeat_times, 1),
-        ("explorer.runner_per_model", config.explorer.runner_per_model, 1),
-        ("explorer.max_retry_times", config.explorer.max_retry_times, 0),
-        ("explorer.rollout_model.engine_num", model.engine_num, 1),
-        ("synchronizer.sync_interval", sync.sync_interval, 1),
-        ("synchronizer.sync_offset", sync.sync_offset, 0),
-        ("synchronizer.max_staleness", sync.max_staleness, 0),
-        ("synchronizer.max_open_groups", sync.max_open_groups, 1),
-        ("streams.workers", config.streams.workers, 1),
-        ("streams.min_group_size", config.streams.min_group_size, 1),
-        ("streams.grace_ms", config.streams.grace_ms, 0),
-        ("streams.partitions", config.streams.partitions, 1),
-        ("event_log.partitions", config.event_log.partitions, 1),
-        ("event_log.max_event_bytes", config.event_log.max_event_bytes, 1024),
-        ("model.min_response_tokens", config.model.min_response_tokens, 0),
-    ]
-    for key, value, least in at_least:
-        if value is not None and value < least:
-            raise ConfigError(f"{key}: {value} found; at least {least:g} is allowed.")
-    if config.explorer.max_timeout <= 0:
-        raise ConfigError("explorer.max_timeout: seconds above 0 are allowed.")
 
 
 def _mode(config: Config) -> None:
@@ -188,6 +158,12 @@ def _tasksets(config: Config) -> None:
             raise ConfigError(f"{where}.path: missing; a file, a folder or a data set name.")
         if taskset.storage_type != "file":
             raise ConfigError(f"{where}.storage_type: sql is not in this version; file is.")
+        selector = taskset.data_selector.selector_type
+        if selector not in (*SELECTORS, *_LATER_SELECTORS):
+            raise ConfigError(
+                f"{where}.data_selector.selector_type: {selector!r} found; allowed are "
+                f"{', '.join(SELECTORS)}."
+            )
         if taskset.format.prompt_type == "chatpair":
             raise ConfigError(f"{where}.format.prompt_type: chatpair is for DPO, not for rollouts.")
     _unique("buffer.explorer_input.tasksets: name", (t.name for t in found))
@@ -229,9 +205,6 @@ def _staleness(config: Config) -> None:
 
 def _rewards(config: Config) -> None:
     streams = config.streams
-    for name, source in config.rewards.items():
-        if source.max_staleness is not None and source.max_staleness < 0:
-            raise ConfigError(f"rewards.{name}.max_staleness: {source.max_staleness} is negative.")
     if streams.min_group_size > config.algorithm.repeat_times and rolls_out(config):
         raise ConfigError(
             f"streams.min_group_size: {streams.min_group_size} found, but groups have "
@@ -289,5 +262,3 @@ def _schedule(config: Config) -> None:
             "algorithm.optimizer: a warm-up ratio and the cosine schedule need to know the end. "
             "Set buffer.total_steps, or lr_warmup_steps and lr_scheduler_type: constant."
         )
-    if len(optimizer.betas) != 2:
-        raise ConfigError(f"algorithm.optimizer.betas: {len(optimizer.betas)} found; two allowed.")

@@ -72,7 +72,7 @@ def _resolved(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML: {error}") from error
+        raise ConfigError(f"{path}: no valid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]} ({error.full_key})") from error
     assert isinstance(resolved, dict)
@@ -134,7 +134,8 @@ def _stage(raw: dict[str, Any], entry: Any, index: int) -> StageConfig:
     name = entry["stage_name"]
     if not config_checks.is_id(name):
         raise ConfigError(
-            f"{where}.stage_name: {name!r} found; use only letters, digits and . _ : -"
+            f"{where}.stage_name: {name!r} found; use only letters, digits and . _ : -, and not "
+            "dots alone"
         )
     for key in _RUN_WIDE:
         if key in entry:

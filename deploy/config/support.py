@@ -13,7 +13,7 @@ from typing import Any
 
 from ...schemas.errors import ConfigError
 from .buffer import ReplayBuffer
-from .checks import rolls_out, tasksets, uses_sft
+from .checks import SELECTORS, rolls_out, tasksets, uses_sft
 from .roles import DynamicTimeout, OverRollout
 from .schema import StageConfig
 
@@ -169,16 +169,28 @@ _MODEL_RULES = (
     *_rules("tool_call_parser reasoning_parser", _NOT_YET, None),
     *_rules("enable_openai_api enable_history api_key", _SERVING, False, "EMPTY"),
 )
+_FORMAT_RULES = (
+    *_rules("format.tools_key format.image_key format.video_key", _NOT_YET, None),
+    *_rules("format.chosen_key format.rejected_key", f"DPO {_LATER}"),
+    *_rules("format.enable_concatenated_multi_turn", _NOT_YET, False),
+    *_rules("format.chat_template format.enable_thinking", "model.* decides", None),
+)
 _TASKSET_RULES = (
+    *_FORMAT_RULES,
     *_rules("rollout_args.logprobs", "log-probs are always recorded", None, 0),
     *_rules("rollout_args.n", "algorithm.repeat_times is the group size", 1),
     *_rules("data_selector.feature_keys data_selector.kwargs", _NOT_YET, (), {}),
     *_rules("max_retry_times max_retry_interval enable_progress_bar", "rows are read from disk"),
     *_rules("repeat_times", "algorithm.repeat_times is the group size", 1),
-    *_rules("format.tools_key format.image_key format.video_key", _NOT_YET, None),
-    *_rules("format.chosen_key format.rejected_key", f"DPO {_LATER}"),
-    *_rules("format.enable_concatenated_multi_turn", _NOT_YET, False),
-    *_rules("format.chat_template format.enable_thinking", "model.* decides", None),
+)
+_ROWS_RULES = (
+    *_FORMAT_RULES,
+    *_rules(
+        "format.reply_prefix format.workflow_key format.reward_fn_key",
+        "rows to imitate are not rolled out",
+        None,
+        "",
+    ),
 )
 
 
@@ -230,7 +242,7 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
         )
     for taskset in tasksets(config):
         kind = taskset.data_selector.selector_type
-        if kind not in ("sequential", "shuffle", "random"):
+        if kind not in SELECTORS:
             yield f"data_selector.selector_type of {taskset.name}: {kind} {_LATER}; sequential is."
 
 
@@ -284,6 +296,10 @@ def engine_of(stage: StageConfig) -> Engine:
 def _expanded() -> Iterator[Rule]:
     for rule in _MODEL_RULES:
         yield Rule(f"explorer.rollout_model.{rule.path}", rule.why, rule.only)
-    for place in ("taskset", "tasksets"):
-        for rule in _TASKSET_RULES:
-            yield Rule(f"buffer.explorer_input.{place}.{rule.path}", rule.why, rule.only)
+    for place, rules in (
+        ("explorer_input.taskset", _TASKSET_RULES),
+        ("explorer_input.tasksets", _TASKSET_RULES),
+        ("trainer_input.experience_buffer", _ROWS_RULES),
+    ):
+        for rule in rules:
+            yield Rule(f"buffer.{place}.{rule.path}", rule.why, rule.only)

@@ -126,6 +126,27 @@ MISTAKES = [
     ("buffer=[]", r"^buffer: \[\] \(a list\) found; allowed is a mapping"),
     ("name=a b", r"^name: 'a b' found.*only letters"),
     ("name=3", r"^name: 3 .*text \(put it in quotes\)"),
+    ("name=..", r"^name: '\.\.' found.*not dots alone"),
+    ("branch=. & resume_from=global_step_2", r"^branch: '\.' found.*not dots alone"),
+    ("stages=[{stage_name: ..}]", r"stage_name: '\.\.' found.*not\s+dots alone"),
+    ("algorithm.optimizer.lr=-0.001", r"^algorithm\.optimizer\.lr: -0\.001 found; at least 0"),
+    ("algorithm.optimizer.betas=[0.9, 1.5]", r"betas: \[0\.9, 1\.5\] found; two numbers.*below 1"),
+    ("algorithm.optimizer.betas=[0.9]", r"betas: \[0\.9\] found; two numbers"),
+    ("model.temperature=-1", r"^model\.temperature: -1.* found; at least 0"),
+    ("model.top_p=2", r"^model\.top_p: 2.* found; 0 to 1 is allowed"),
+    (
+        "buffer.explorer_input.taskset.rollout_args.top_p=1.5",
+        r"^buffer\.explorer_input\.taskset\.rollout_args\.top_p: 1\.5 found; 0 to 1",
+    ),
+    ("trainer.max_token_len_per_gpu=0", r"^trainer\.max_token_len_per_gpu: 0 found; at least 1"),
+    ("trainer.num_threads=0", r"^trainer\.num_threads: 0 found; at least 1"),
+    ("seed=-1", r"^seed: -1 found; at least 0"),
+    ("explorer.max_timeout=0", r"^explorer\.max_timeout: 0.* found; seconds above 0"),
+    ("rewards.human.max_staleness=-1", r"^rewards\.human\.max_staleness: -1 found; at least 0"),
+    (
+        "buffer.explorer_input.taskset.data_selector.selector_type=shufle",
+        r"selector_type: 'shufle' found; allowed are sequential, shuffle, random",
+    ),
     ("streams.on_deadline=defualt", r"partial, default, drop\. Did you mean default\?"),
     ("mode=bench", r"^mode: bench is not in this version"),
     ("mode=fast", r"^mode: 'fast' found; allowed are both, explore"),
@@ -205,6 +226,7 @@ def test_a_file_that_is_no_configuration_is_named(text: str, expected: str, tmp_
     with pytest.raises(ConfigError, match=expected) as found:
         load(path)
     assert str(path) in str(found.value)
+    assert len(str(found.value).splitlines()) == 1
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
