@@ -54,6 +54,7 @@ class SftSource:
     response_key: str = "response"
     messages_key: str = "messages"
     system_prompt: str | None = None
+    system_prompt_key: str | None = None
     total_epochs: int = 1
     shuffle: bool = True
 
@@ -86,5 +87,4 @@ class TrainerSettings:
     num_threads: int | None = None
     max_read_timeout_ms: int = 1_800_000
     lease_ms: int = 10_000
-    storage_uri: str | None = None
     chat_template: str | None = None

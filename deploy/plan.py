@@ -112,12 +112,17 @@ class Run:
         raise ConfigError(f"--stage: {name!r} found; stages of {self.config_path} are {listed}.")
 
     def open_log(self) -> Log:
-        """A connection of the caller's thread. The job folder is made when it is missing."""
+        """A connection of the caller's thread. The job folder is made when it is missing.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+            LogError: the log cannot be opened.
+        """
         from ..streams.log import Limits, open_log
 
         path = sqlite_path(self.log_url)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
         return open_log(self.log_url, Limits(self.config.event_log.max_event_bytes))
 
     def topic_specs(self, stage: Stage) -> list[TopicSpec]:
@@ -147,7 +152,7 @@ def plan(config_path: str | Path, plugin_dirs: tuple[str, ...] = ()) -> Run:
     stages: list[Stage] = []
     for part in loaded.stages:
         try:
-            stages.append(_stage(part, job_dir, dirs, stages[-1] if stages else None))
+            stages.append(_stage(part, job_dir, stages[-1] if stages else None))
         except ConfigError as error:
             raise ConfigError(
                 f"stages[{part.name}]: {error}" if part.name else str(error)
@@ -168,12 +173,21 @@ def sqlite_path(url: str) -> Path | None:
     return Path(url.removeprefix(prefix)) if url.startswith(prefix) else None
 
 
-def _stage(part: StageConfig, job_dir: Path, dirs: tuple[str, ...], before: Stage | None) -> Stage:
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be made ({error.strerror}). Set checkpoint_root_dir or event_log to "
+            "a place that can be written."
+        ) from error
+
+
+def _stage(part: StageConfig, job_dir: Path, before: Stage | None) -> Stage:
     config = part.config
     own, prefix = _own_names(config), _namespace(config)
     storage = "/".join((config.storage.uri.rstrip("/"), *own)) if config.storage.uri else None
     folder = job_dir / part.name if part.name else job_dir
-    storage_uri = storage or str(job_dir)
     checkpoint_uri = "/".join(filter(None, (storage, part.name))) if storage else str(folder)
     rolls, trains = rolls_out(config), config.mode != "explore"
     return Stage(
@@ -182,9 +196,9 @@ def _stage(part: StageConfig, job_dir: Path, dirs: tuple[str, ...], before: Stag
         job_dir=folder,
         namespace=f"{prefix}.{part.name}" if part.name else prefix,
         scheduler=scheduler_settings(part) if rolls else None,
-        explorer=explorer_settings(part, storage_uri, dirs) if rolls else None,
+        explorer=explorer_settings(part, storage or str(job_dir)) if rolls else None,
         streams=stream_settings(part) if rolls else None,
-        trainer=trainer_settings(part, checkpoint_uri, storage_uri) if trains else None,
+        trainer=trainer_settings(part, checkpoint_uri) if trains else None,
         after=before,
     )
 

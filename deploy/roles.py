@@ -48,7 +48,7 @@ def run_role(run: Run, stage: Stage, command: str, name: str) -> None:
         process.stop_on_signals()
         process.alive()
         load_plugins(run.plugin_dirs)
-        _start(process, run, stage, command)
+        _start(process, stage, command)
         process.ended()
     finally:
         log.close()
@@ -67,7 +67,7 @@ def load_plugins(folders: tuple[str, ...]) -> None:
             _import_file(path)
 
 
-def _start(process: Process, run: Run, stage: Stage, command: str) -> None:
+def _start(process: Process, stage: Stage, command: str) -> None:
     if command == "schedule":
         assert stage.scheduler is not None
         from ..producers.scheduler import run_scheduler

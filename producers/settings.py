@@ -111,4 +111,3 @@ class ExplorerSettings:
     num_threads: int | None = None
     storage_uri: str | None = None
     max_event_bytes: int = 8 * 2**20
-    plugin_dirs: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..schemas.errors import ConfigError
 from ..schemas.events import is_id
-from ..streams.rows import Row, Rows, open_rows, to_json
+from ..streams.rows import Row, Rows, conversation, open_rows, to_json
 from .settings import TasksetSettings
 
 
@@ -120,9 +120,9 @@ def messages_of(row: Row, settings: TasksetSettings) -> list[dict[str, Any]]:
     """The conversation that a row begins, with its system prompt if it has one.
 
     Raises:
-        ConfigError: the row has neither `messages_key` nor `prompt_key`.
+        ConfigError: the row has no `prompt_key`, nor `messages_key` where messages are expected.
     """
-    given = row.get(settings.messages_key)
+    given = row.get(settings.messages_key) if settings.prompt_type == "messages" else None
     if not isinstance(given, list):
         given = row.get(settings.prompt_key)
     if given is None or given == []:
@@ -130,16 +130,7 @@ def messages_of(row: Row, settings: TasksetSettings) -> list[dict[str, Any]]:
             f"taskset {settings.name!r}: a row has no prompt under {settings.prompt_key!r}; it has "
             f"{', '.join(row)}. Set format.prompt_key."
         )
-    messages = (
-        [dict(m) for m in given]
-        if isinstance(given, list)
-        else [{"role": "user", "content": str(given)}]
-    )
-    system = row.get(settings.system_prompt_key) if settings.system_prompt_key else None
-    system = system or settings.system_prompt
-    if system and messages[0].get("role") != "system":
-        messages.insert(0, {"role": "system", "content": str(system)})
-    return messages
+    return conversation(row, given, settings)
 
 
 def truth_of(row: Row, settings: TasksetSettings) -> str | None:

@@ -10,7 +10,6 @@ from . import events as ev
 from .errors import ConfigError
 
 DEFAULT_MAX_EVENT_BYTES = 8 * 2**20
-DEFAULT_MAX_SKEW_MS = 60_000
 NUM_TASK_PARTITIONS = 64
 
 

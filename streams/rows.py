@@ -156,6 +156,34 @@ def _json_rows(name: str, place: Path) -> list[Row]:
     return rows
 
 
+class Columns(Protocol):
+    """Which columns of a row make its conversation; tasksets and rows to imitate name them."""
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The same for all rows."""
+        ...
+
+    @property
+    def system_prompt_key(self) -> str | None:
+        """The column with a row's own system prompt, which goes first."""
+        ...
+
+
+def conversation(row: Row, given: Any, columns: Columns) -> list[dict[str, Any]]:
+    """`given`, a text or a list of messages of the row, behind its system prompt if it has one."""
+    messages = (
+        [dict(m) for m in given]
+        if isinstance(given, list)
+        else [{"role": "user", "content": str(given)}]
+    )
+    system = row.get(columns.system_prompt_key) if columns.system_prompt_key else None
+    system = system or columns.system_prompt
+    if system and not (messages and messages[0].get("role") == "system"):
+        messages.insert(0, {"role": "system", "content": str(system)})
+    return messages
+
+
 def to_json(row: Row, fallback: Callable[[Any], Any] = str) -> str:
     """A row as the JSON object that a task carries; what JSON has no word for becomes text."""
     return json.dumps(row, ensure_ascii=False, default=fallback)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ConfigError, InvalidEvent
+from ...streams.rows import conversation
 from ..settings import SftSource
 from .examples import Ints, Mask, TrainingExample, TrainingSequence
 
-Message = Mapping[str, str]
+Message = dict[str, Any]
 
 
 def examples_from_rows(
@@ -60,8 +61,8 @@ def _example(
 
 
 def _messages(row: Mapping[str, Any], source: SftSource, number: int) -> list[Message]:
-    if source.messages_key in row and source.prompt_type == "messages":
-        return list(row[source.messages_key])
+    if row.get(source.messages_key) and source.prompt_type == "messages":
+        return conversation(dict(row), row[source.messages_key], source)
     for key in (source.prompt_key, source.response_key):
         if key not in row:
             raise ConfigError(
@@ -69,10 +70,8 @@ def _messages(row: Mapping[str, Any], source: SftSource, number: int) -> list[Me
                 "format.prompt_key and format.response_key, or format.messages_key for rows of "
                 "messages."
             )
-    system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
     return [
-        *system,
-        {"role": "user", "content": str(row[source.prompt_key])},
+        *conversation(dict(row), row[source.prompt_key], source),
         {"role": "assistant", "content": str(row[source.response_key])},
     ]
 

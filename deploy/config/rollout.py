@@ -36,9 +36,7 @@ def scheduler_settings(stage: StageConfig) -> SchedulerSettings:
     )
 
 
-def explorer_settings(
-    stage: StageConfig, storage_uri: str, plugin_dirs: tuple[str, ...]
-) -> ExplorerSettings:
+def explorer_settings(stage: StageConfig, storage_uri: str) -> ExplorerSettings:
     """How tasks are rolled out."""
     config, engine = stage.config, engine_of(stage)
     explorer, rollout, lengths = config.explorer, config.explorer.rollout_model, lengths_of(config)
@@ -70,7 +68,6 @@ def explorer_settings(
         num_threads=explorer.num_threads,
         storage_uri=storage_uri,
         max_event_bytes=config.event_log.max_event_bytes,
-        plugin_dirs=plugin_dirs,
     )
 
 

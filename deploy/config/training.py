@@ -23,7 +23,7 @@ from .schema import Config, StageConfig
 FIRST_BRANCH = "main"
 
 
-def trainer_settings(stage: StageConfig, checkpoint_uri: str, storage_uri: str) -> TrainerSettings:
+def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings:
     """How is trained."""
     config = stage.config
     trainer, sync, lengths = config.trainer, config.synchronizer, lengths_of(config)
@@ -58,7 +58,6 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str, storage_uri: str) 
         gradient_checkpointing=trainer.gradient_checkpointing,
         num_threads=trainer.num_threads,
         max_read_timeout_ms=round(read_timeout_s * 1000),
-        storage_uri=storage_uri,
         chat_template=chat_template(config),
     )
 
@@ -165,6 +164,7 @@ def _sft_source(config: Config) -> SftSource:
         response_key=form.response_key,
         messages_key=form.messages_key,
         system_prompt=form.system_prompt,
+        system_prompt_key=form.system_prompt_key,
         total_epochs=config.buffer.total_epochs,
         shuffle=rows.data_selector.selector_type != "sequential",
     )

@@ -69,7 +69,6 @@ class EngineService:
         """Groups being rolled out; set by the event loop."""
         self.blocker = ""
         self.num_tokens = 0
-        self.busy_s = 0.0
 
     @property
     def policy_version(self) -> int:
@@ -159,14 +158,12 @@ class EngineService:
 
     def _generate(self, calls: list[_Call]) -> list[Generation]:
         engine = self._ensure_weights(max(c.min_version for c in calls))
-        start = time.monotonic()
         try:
             made = engine.generate([r for call in calls for r in call.requests])
         except EngineError:
             raise
         except Exception as error:  # out of memory, a broken kernel: no fault of one rollout
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
-        self.busy_s += time.monotonic() - start
         self.num_tokens += sum(len(g.tokens) for g in made)
         return made
 

@@ -394,6 +394,10 @@ def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
         ({"synchronizer": {"sync_style": "trainer_driven"}}, "synchronizer.sync_style:"),
         ({"streams": {"engine": "faust"}}, "streams.engine:"),
         ({"explorer": {"over_rollout": {"ratio": 0.2}}}, "explorer.over_rollout:"),
+        (
+            {"buffer": {"trainer_input": {"experience_buffer": {"format": {"tools_key": "t"}}}}},
+            "buffer.trainer_input.experience_buffer.format.tools_key:",
+        ),
     ],
 )
 def test_a_key_that_does_nothing_is_never_ignored_in_silence(

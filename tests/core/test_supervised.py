@@ -95,3 +95,17 @@ def test_without_a_template_prompt_and_response_are_joined(tiny_model_dir: Path)
 def test_a_row_without_its_keys_names_them(tokenizer: Any):
     with pytest.raises(ConfigError, match="row 3: no 'answer' among question"):
         examples_from_rows([{"question": "?"}], tokenizer, SOURCE, first_row=3)
+
+
+def test_a_row_brings_its_own_system_prompt_before_text_and_messages(tokenizer: Any):
+    source = SftSource(
+        path="x",
+        prompt_key="question",
+        response_key="answer",
+        system_prompt="Be brief.",
+        system_prompt_key="rules",
+    )
+    for row in (ROW, TURNS):
+        (example,) = examples_from_rows([row | {"rules": "Be kind."}], tokenizer, source)
+        whole, trained = texts(example, tokenizer)
+        assert whole.startswith("<|system|>Be kind.<|end|>") and "Be kind" not in trained

@@ -216,3 +216,9 @@ def test_row_without_a_prompt_names_its_fields():
 )
 def test_truth_is_what_follows_the_last_marks(answer, truth):
     assert truth_of({"answer": answer}, settings()) == truth
+
+
+def test_plaintext_rows_are_not_looked_through_for_messages():
+    row = {"message": [{"role": "user", "content": "old"}], "question": "hi"}
+    asked = messages_of(row, settings(prompt_type="plaintext"))
+    assert asked == [{"role": "user", "content": "hi"}]
