@@ -142,10 +142,20 @@ def _add_tail(
     tail.add_argument("topic", metavar="TOPIC", help="such as trajectories or drops")
     tail.add_argument("--json", action="store_true", help="whole events as JSON lines")
     tail.add_argument(
-        "--from", dest="start", type=int, metavar="OFFSET", help="first offset of every partition"
+        "--from",
+        dest="start",
+        type=_count,
+        metavar="OFFSET",
+        help="first offset of every partition",
     )
-    tail.add_argument("-n", type=int, metavar="N", help="last N events (default 10)")
+    tail.add_argument("-n", type=_count, metavar="N", help="last N events (default 10)")
     tail.add_argument("-f", "--follow", action="store_true", help="go on as events come")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} found; a whole number from 0 is allowed")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,8 @@ def _state(trajectory_id: str, found: list[Found], group: Group | None) -> str:
     mine = [f for f in found if _is_about(f.event, trajectory_id)]
     if any(isinstance(f.event, ev.Experience) for f in mine):
         return "pending: an experience, not yet taken by the trainer"
+    if not any(isinstance(f.event, ev.Trajectory) for f in mine):
+        return "no trajectory of this id is on the log; what came for it waits for it"
     if group is not None and group.is_open:
         return f"pending: {_waits(trajectory_id, group)}"
     return "pending: not yet read by the join"

@@ -64,7 +64,7 @@ def event_of(line: str, topic: str) -> ev.Event:
     """
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidEvent(f"no JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidEvent(f"a JSON object is expected, {type(found).__name__} found")
@@ -178,16 +178,19 @@ def _partition(event: ev.Event) -> int | None:
 def _numbered_lines(file: str) -> Iterator[tuple[int, bytes | None]]:
     """Lines from 1, blank ones left out; (n, None) whenever nothing more is there at once."""
     fd = 0 if file == "-" else _open(file)
-    number, rest = 0, b""
+    number = 0
+    parts: list[bytes] = []  # of the line that has not ended; one join a line, however long
     try:
         while chunk := os.read(fd, _CHUNK_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
+            first, *others = chunk.split(b"\n")
+            parts.append(first)
+            for other in others:
                 number += 1
-                if text := line.strip():
+                if text := b"".join(parts).strip():
                     yield number, text
+                parts = [other]
             yield number, None
-        if text := rest.strip():
+        if text := b"".join(parts).strip():
             yield number + 1, text
     finally:
         if file != "-":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_run import Cli, append, cli_with_topics, failed, new_cli, trajectory
+from cli_run import CONFIG, Cli, append, cli_with_topics, failed, new_cli, trajectory
 
 from streamrft.deploy.cli import main
 from streamrft.schemas import events as ev
@@ -100,6 +100,18 @@ def test_a_dry_run_shows_values_facts_and_warnings_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_job_folder_that_cannot_be_made_is_named(unstarted: Cli) -> None:
+    place = unstarted.config.parent / "no_folder"
+    place.write_text("")
+    unstarted.config.write_text(json.dumps(CONFIG | {"checkpoint_root_dir": str(place)}))
+    code, _, err = unstarted.run("run")
+    assert code == 2
+    assert err == (
+        f"streamrft run: {place}/p/n: cannot be made (Not a directory). Set checkpoint_root_dir or "
+        "event_log to a place that can be written.\n"
+    )
+
+
 # --- tail and produce
 
 
@@ -121,13 +133,20 @@ def test_bad_lines_are_named_and_the_rest_goes_on(cli: Cli) -> None:
         json.dumps(REWARD | {"event_id": "r2", "vale": 1}),
         json.dumps(REWARD | {"event_id": "r3", "value": float("nan")}),
         json.dumps([1]),
+        "[" * 100_000,
         json.dumps(REWARD | {"event_id": "r4"}),
     ]
     code, _, err = produce(cli, "rewards", "\n".join(lines))
     assert code == 1
-    for number, what in ((2, "no JSON"), (4, "'vale'"), (5, "not a finite"), (6, "list found")):
+    for number, what in (
+        (2, "no JSON"),
+        (4, "'vale'"),
+        (5, "not a finite"),
+        (6, "list found"),
+        (7, "no JSON"),
+    ):
         assert any(f"line {number}:" in e and what in e for e in err.splitlines()), (number, err)
-    assert "2 events produced to p.n.rewards, 4 lines refused" in err
+    assert "2 events produced to p.n.rewards, 5 lines refused" in err
     assert [e["event"]["event_id"] for e in cli.lines("tail", "rewards", "--json")] == ["r1", "r4"]
 
 
@@ -170,6 +189,22 @@ def _wait(ready: Callable[[], bool], what: str) -> None:
     while not ready():
         assert time.monotonic() < deadline, f"no {what} in 20 s"
         time.sleep(0.05)
+
+
+def test_a_long_line_costs_what_it_is_long(cli: Cli) -> None:
+    long = json.dumps(REWARD | {"event_id": "x" * 30_000_000, "vale": 1})
+    began = time.monotonic()
+    code, _, err = produce(cli, "rewards", f"{long}\n{json.dumps(REWARD)}")
+    assert time.monotonic() - began < 5, "the line was copied once for each part of it"
+    assert (code, err.splitlines()[-1]) == (1, "1 events produced to p.n.rewards, 1 lines refused")
+
+
+@pytest.mark.parametrize("option", ["-n", "--from"])
+def test_a_negative_number_of_events_is_refused(option: str, cli: Cli) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run("tail", "rewards", option, "-3")
+    assert ended.value.code == 2
+    assert "'-3' found; a whole number from 0" in cli.capsys.readouterr().err
 
 
 def test_tail_shows_the_last_events_or_those_from_an_offset(cli: Cli) -> None:

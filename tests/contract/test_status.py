@@ -151,6 +151,15 @@ def test_explain_finds_a_reward_by_its_event_id(small: Cli) -> None:
     assert "waits for rewards of human" in out
 
 
+def test_explain_tells_a_reward_without_its_trajectory_from_an_unread_one(small: Cli) -> None:
+    path = small.config.parent / "rewards.jsonl"
+    path.write_text(json.dumps(REWARD | {"trajectory_id": "rows.77:0:a"}))
+    assert small.run("produce", "rewards", "--file", str(path))[0] == 0
+    code, out, _ = small.run("explain", "r1")
+    assert code == 0
+    assert "rows.77:0:a: no trajectory of this id is on the log" in out
+
+
 @pytest.mark.parametrize("wanted", ["rows.99", "rows.0:1:b", "nothing", "global_step_7"])
 def test_explain_says_when_nothing_has_the_id(wanted: str, small: Cli) -> None:
     code, _, err = small.run("explain", wanted)
