@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
+from functools import partial
 
 from ..schemas import codec
-from ..schemas.errors import LogUnavailable
 from ..schemas.events import Event, now_ms
 from ..schemas.topics import Topics, key_of
 from ..streams.dead_letters import dead_letter, limit_of
 from ..streams.log import Lease, Log, Record
+from ..streams.process import until_answered
 
 logger = logging.getLogger("streamrft")
-
-LOG_TIMEOUT_S = 300.0
 
 
 class Announcer:
@@ -31,20 +29,8 @@ class Announcer:
             self._producer.send(
                 self._topics.name(topic), codec.encode(event), key=key_of(event, topic)
             )
-        self._flush()
-
-    def _flush(self) -> None:
-        """The producer holds what it could not write, so a log that is away costs only time."""
-        deadline = time.monotonic() + LOG_TIMEOUT_S
-        while True:
-            try:
-                self._producer.flush()
-                return
-            except LogUnavailable as error:
-                if time.monotonic() > deadline:
-                    raise
-                logger.warning("the trainer waits for the log: %s", error)
-                time.sleep(1)
+        # the producer holds what it could not write, so a log that is away costs only time
+        until_answered(self._producer.flush, partial(logger.warning, "the trainer waits for %s"))
 
     def dead_letter(self, record: Record, error: str, reader: str) -> None:
         """Append a record that could not be read; without its value when that is too large."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..schemas.errors import Timeout
 from ..schemas.events import Branch, now_ms
 from ..streams.lineage import Lineage
-from ..streams.log import Lease
 from ..streams.process import Process
 from ..streams.rows import Rows, open_rows
 from .announcer import Announcer
@@ -37,7 +34,7 @@ def run_trainer(process: Process, settings: TrainerSettings) -> None:
             living trainer holds the lease. CheckpointFailed: step 0 or the last checkpoint could
             not be written. ConfigError: names the key.
     """
-    lease = wait_for_lease(process, settings)
+    lease = process.acquire("trainer", settings.lease_ms)
     if lease is None:
         return
     with LeaseKeeper(process, lease) as keeper:
@@ -47,22 +44,6 @@ def run_trainer(process: Process, settings: TrainerSettings) -> None:
             loop.run()
         finally:
             loop.close()
-
-
-def wait_for_lease(process: Process, settings: TrainerSettings) -> Lease | None:
-    """The trainer's role; None when the process is asked to stop before it is free."""
-    role = f"{process.topics.namespace}.trainer"
-    deadline = time.monotonic() + max(30.0, 3 * settings.lease_ms / 1000)
-    while not process.is_stopping:
-        try:
-            return process.log.acquire(
-                role, owner=process.name, ttl_ms=settings.lease_ms, timeout_ms=500
-            )
-        except Timeout as error:
-            if time.monotonic() > deadline:
-                raise
-            process.idle(error.blocker)
-    return None
 
 
 def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) -> TrainingLoop:

@@ -18,7 +18,7 @@ from ..schemas.errors import (
 )
 from ..streams import faults
 from ..streams.log import Partition, Record
-from ..streams.process import Process
+from ..streams.process import Process, until_answered
 from ..streams.reading import begins
 from .announced import Announced
 from .engines.service import EngineService
@@ -234,7 +234,7 @@ class Explorer:
     def _commit(self) -> None:
         positions = self._progress.finish()
         try:
-            self._tasks.commit(positions)
+            until_answered(lambda: self._tasks.commit(positions), self._process.idle)
         except Fenced:
             self._commit_owned(positions)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from ..schemas import codec
-from ..schemas.errors import LogUnavailable
 from ..schemas.events import now_ms
 from ..schemas.topics import key_of
 from ..streams.dead_letters import dead_letter, limit_of
 from ..streams.log import Record
-from ..streams.process import Process
+from ..streams.process import Process, until_answered
 
-_TIMEOUT_S, _RETRY_S = 60.0, 0.2
+_TIMEOUT_S = 60.0
 
 
 class Outbox:
@@ -28,22 +26,18 @@ class Outbox:
         Raises:
             LogUnavailable: the log did not answer for a minute.
         """
-        deadline = time.monotonic() + _TIMEOUT_S
         name = self._process.topics.name(topic)
-        while True:
+
+        def attempt() -> None:
             producer = self._process.log.producer()
             try:
                 for key, value in records:
                     producer.send(name, value, key=key)
                 producer.flush()
-                return
-            except LogUnavailable:
-                if time.monotonic() > deadline:
-                    raise
-                self._process.idle(f"the log, to take {len(records)} records of {topic}")
-                time.sleep(_RETRY_S)
             finally:
                 producer.close()
+
+        until_answered(attempt, self._process.idle, _TIMEOUT_S)
 
     def dead_letter(self, record: Record, error: Exception) -> None:
         """Keep a record that could not be read, with its position and the reason."""

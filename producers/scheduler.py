@@ -10,12 +10,12 @@ import msgspec
 
 from ..schemas import codec
 from ..schemas import events as ev
-from ..schemas.errors import InvalidEvent, LogUnavailable, UndecodableRecord
-from ..schemas.topics import CATALOGUE
+from ..schemas.errors import InvalidEvent, UndecodableRecord
+from ..schemas.topics import CATALOGUE, key_of
 from ..streams import faults
 from ..streams.lineage import Lineage, surviving_branch, surviving_lineage
 from ..streams.log import Consumer, Lease, Record
-from ..streams.process import Process
+from ..streams.process import Process, until_answered
 from ..streams.reading import begins, drain, read_events
 from .settings import SchedulerSettings
 from .tasksets import Tasksets
@@ -25,7 +25,6 @@ logger = logging.getLogger("streamrft")
 
 _FOLLOWED = ("train_steps", "drops", "checkpoints", "trajectories")
 _MOST_AT_ONCE = 500
-_LEASE_TIMEOUT_MS = 60_000
 _BRANCH_TIMEOUT_MS = 1_800_000
 
 
@@ -34,18 +33,16 @@ def run_scheduler(process: Process, settings: SchedulerSettings) -> None:
 
     Raises:
         Fenced: a successor took the lease; nothing was published after that.
+        Timeout: a living scheduler holds the lease.
         ConfigError: a taskset or a row cannot be read.
     """
     rows = Tasksets.open(settings.tasksets)
-    lease = process.log.acquire(
-        f"{process.topics.namespace}.scheduler",
-        owner=process.name,
-        ttl_ms=settings.lease_ms,
-        timeout_ms=_LEASE_TIMEOUT_MS,
-    )
+    lease = process.acquire("scheduler", settings.lease_ms)
+    if lease is None:
+        return
     try:
         scheduler = Scheduler(process, settings, rows, lease)
-        while not process.is_stopping and not scheduler.turn():
+        while not process.is_stopping and not until_answered(scheduler.turn, process.idle):
             pass
     finally:
         process.log.release(lease)
@@ -192,32 +189,29 @@ class Scheduler:
         due = window.plan(ev.now_ms(), _MOST_AT_ONCE)
         if due:
             tasks = [self._task(p, window.branch) for p in due]
-            if self._commit(tasks):
-                for task in tasks:
-                    window.on_task(task)
+            self._commit(tasks)
+            for task in tasks:
+                window.on_task(task)
             return False
         ended = window.end(ev.now_ms())
-        if ended is not None and self._commit([ended]):
+        if ended is not None:
+            self._commit([ended])
             window.on_ended(ended)
             logger.info("scheduler: %d groups in all, no more will come", ended.num_groups)
         return ended is None and window.is_done
 
-    def _commit(self, events: list[ev.Task] | list[ev.Ended]) -> bool:
-        """One transaction; False when the log was away and it has to be tried again."""
+    def _commit(self, events: list[ev.Task] | list[ev.Ended]) -> None:
+        """One transaction. Raises LogUnavailable: nothing was published, plan again."""
         topic = self._topics.name("tasks")
         step = events[0].step if isinstance(events[0], ev.Task) else None
-        try:
-            with self._producer.transaction():
-                for event in events:
-                    partition = 0 if isinstance(event, ev.Ended) else None
-                    key = b"ended" if isinstance(event, ev.Ended) else event.group_id.encode()
-                    self._producer.send(topic, codec.encode(event), key=key, partition=partition)
-                faults.reach("scheduler.before_commit", step)
-        except LogUnavailable as error:
-            logger.warning("scheduler: the log does not answer, will try again: %s", error)
-            return False
+        with self._producer.transaction():
+            for event in events:
+                partition = 0 if isinstance(event, ev.Ended) else None
+                self._producer.send(
+                    topic, codec.encode(event), key=key_of(event, "tasks"), partition=partition
+                )
+            faults.reach("scheduler.before_commit", step)
         faults.reach("scheduler.committed", step)
-        return True
 
     def _task(self, publication: Publication, branch: str) -> ev.Task:
         ref = publication.ref

@@ -8,20 +8,25 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import psutil
 
 from ..schemas import codec
-from ..schemas.errors import Timeout
+from ..schemas.errors import LogUnavailable, Timeout
 from ..schemas.events import Heartbeat, now_ms
 from ..schemas.topics import Topics
-from .log import Log
+from .log import Lease, Log
 
 logger = logging.getLogger("streamrft")
 
 BEAT_INTERVAL_S = 2.0
 SAY_INTERVAL_S = 30.0
+_BEAT_TIMEOUT_MS = 1_000
+_LEASE_POLL_MS = 500
+_RETRY_S = 0.5
+
+T = TypeVar("T")
 
 
 class Process:
@@ -92,6 +97,29 @@ class Process:
             self.idle(waiting_for)
         return True
 
+    def acquire(self, role: str, ttl_ms: int, timeout_ms: int = 60_000) -> Lease | None:
+        """A role of the run, such as trainer; None when asked to stop before it is free.
+
+        Raises:
+            Timeout: a living process holds it.
+        """
+        timeout_ms = max(timeout_ms, 3 * ttl_ms)
+        deadline = time.monotonic() + timeout_ms / 1000
+        while not self._stopping:
+            try:
+                return self.log.acquire(
+                    f"{self.topics.namespace}.{role}",
+                    owner=self.name,
+                    ttl_ms=ttl_ms,
+                    timeout_ms=_LEASE_POLL_MS,
+                )
+            except Timeout as held:
+                if time.monotonic() > deadline:
+                    advice = "It ends with that process, or when it stops renewing."
+                    raise Timeout(held.blocker, timeout_ms, advice) from None
+                self.idle(held.blocker)
+        return None
+
     def ended(self) -> None:
         """Say that this process ended on purpose, so that nobody takes it for dead."""
         self._beat("ended", force=True)
@@ -115,4 +143,28 @@ class Process:
         self._producer.send(
             self.topics.name("heartbeats"), codec.encode(beat), key=self.name.encode()
         )
-        self._producer.flush()
+        try:
+            self._producer.flush(_BEAT_TIMEOUT_MS)
+        except LogUnavailable as error:  # a sign of life must not end a life
+            logger.warning("%s: no heartbeat: %s", self.name, error)
+            self._producer.close()
+            self._producer = self.log.producer()
+
+
+def until_answered(
+    call: Callable[[], T], say: Callable[[str], None], timeout_s: float = 300.0
+) -> T:
+    """What `call` returns, which is repeated, and the wait said, while the log does not answer.
+
+    Raises:
+        LogUnavailable: it did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except LogUnavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            say(f"the log: {error}")
+            time.sleep(_RETRY_S)
