@@ -36,7 +36,7 @@ bench: .venv/dev
 	touch $@
 
 .venv/dev: .venv/run
-	$(PIP) --editable ".[train,data,plot,dev]"
+	$(PIP) --editable ".[train,data,plot,kafka,dev]"
 	touch $@
 
 clean:

@@ -56,6 +56,10 @@ class LogUnavailable(LogError):
     retriable = True
 
 
+class AccessDenied(LogError):
+    """The log refuses this user: wrong credentials, or a right that is missing."""
+
+
 class UnknownTopic(LogError, ValueError):
     """A topic does not exist on this log."""
 

@@ -1,6 +1,6 @@
 """The log: the one port that every process of a run reads and writes.
 
-Adapters: `sqlite_log` (embedded, one machine) and `kafka_log` (confluent-kafka). The contract
+Adapters: `sqlite` (embedded, one machine) and `kafka` (confluent-kafka). The contract
 tests in tests/contract run unchanged over each. A `Log` and what it hands out belong to one
 thread; processes and threads open their own with `open_log`.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from ..schemas.errors import ConfigError
+from ..schemas.errors import ConfigError, MissingExtra
 from ..schemas.topics import CATALOGUE, DEFAULT_MAX_EVENT_BYTES, Topics
 
 
@@ -293,10 +293,18 @@ def open_log(url: str, limits: Limits | None = None) -> Log:
 
         return SqliteLog(url, limits or Limits())
     if scheme == "kafka":
-        raise ConfigError(
-            "event_log: kafka:// is not available in this version; use sqlite:///log.db"
-        )
+        return _open_kafka(url, limits or Limits())
     raise ConfigError(f"event_log: {url!r} begins with neither sqlite:/// nor kafka://")
+
+
+def _open_kafka(url: str, limits: Limits) -> Log:
+    try:
+        import confluent_kafka  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("confluent-kafka", "kafka") from error
+    from .kafka.log import KafkaLog
+
+    return KafkaLog(url, limits)
 
 
 def topic_specs(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kafka_broker import Broker
 from small_run import SmallRun
 
 # processes of one test share the cores, and torch reads this when it is first imported
@@ -23,6 +24,20 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     example = runpy.run_path(str(BUILD))
     example["save_model"](folder, seed=0, hidden=64, heads=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kafka_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A broker that all tests of this session share; each uses its own names."""
+    servers = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    if servers:
+        yield f"kafka://{servers}"
+        return
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip("Kafka: neither KAFKA_HOME nor KAFKA_BOOTSTRAP_SERVERS is set")
+    broker = Broker(tmp_path_factory.mktemp("kafka")).start()
+    yield broker.url
+    broker.stop()
 
 
 @pytest.fixture

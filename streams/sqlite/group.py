@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...schemas.errors import Fenced, LogError
+from ..liveness import Identity, is_dead, this_process
 from .balance import balance
-from .liveness import Identity, is_dead, this_process
 from .roles import is_expired
 from .store import Store, machine_ms
 

@@ -6,8 +6,8 @@ import sqlite3
 import time
 
 from ...schemas.errors import Fenced, Timeout
+from ..liveness import Identity, is_dead, this_process
 from ..log import Lease
-from .liveness import Identity, is_dead, this_process
 from .store import Store, machine_ms
 
 _LOOK_INTERVAL_S = 0.05

@@ -13,7 +13,13 @@ from log_process import Worker
 
 from streamrft.streams.log import Limits, Log, Partition, TopicSpec, open_log
 
-ADAPTERS = ("sqlite",)
+ADAPTERS = ("sqlite", "kafka")
+ADAPTERS_OF = {
+    "test_log_groups": ("sqlite", "kafka", "kafka-classic"),
+    "test_log_sqlite": ("sqlite",),
+    "test_log_upkeep": ("sqlite",),
+    "test_kafka_log": ("kafka",),
+}
 
 
 @dataclass
@@ -27,6 +33,7 @@ class Place:
     session_ms: int
     prefix: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     opened: list[Log] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
 
     def name(self, name: str) -> str:
         """A topic, group or role of this test alone."""
@@ -34,13 +41,15 @@ class Place:
 
     def open(self, **limits: Any) -> Log:
         """Another connection, closed when the test ends."""
-        log = open_log(self.url, Limits(**{"session_timeout_ms": self.session_ms} | limits))
+        options = {**self.options, **limits.pop("options", {})}
+        limits = {"session_timeout_ms": self.session_ms, "options": options, **limits}
+        log = open_log(self.url, Limits(**limits))
         self.opened.append(log)
         return log
 
     def worker(self, kind: str, *arguments: str) -> Worker:
         """A process of its own on this log."""
-        return Worker(self.url, self.session_ms, kind, *arguments)
+        return Worker(self.url, self.session_ms, kind, *arguments, options=self.options)
 
     def create(self, log: Log, name: str, num_partitions: int = 4, **settings: Any) -> str:
         """Create a topic; its full name."""
@@ -48,10 +57,22 @@ class Place:
         return self.name(name)
 
 
-@pytest.fixture(params=ADAPTERS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of a `place` run on each adapter, those of groups on both of Kafka's protocols."""
+    if "place" in metafunc.fixturenames:
+        module = metafunc.module.__name__.rpartition(".")[2]
+        metafunc.parametrize("place", ADAPTERS_OF.get(module, ADAPTERS), indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    assert request.param == "sqlite"
-    place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=1_500)
+    if request.param == "sqlite":
+        place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=1_500)
+    else:
+        place = Place(request.getfixturevalue("kafka_url"), session_ms=1_500)
+        place.options["group.protocol"] = {"kafka-classic": "classic", "kafka": "consumer"}[
+            request.param
+        ]
     yield place
     for log in place.opened:
         log.close()

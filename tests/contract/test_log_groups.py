@@ -154,9 +154,13 @@ def test_no_partition_has_two_readers_while_it_moves(place, log, group):
     second.commit(dict.fromkeys(second.assignment(), 0))
     consumers = (first, second, third)
     wait_for(lambda: [c.poll() for c in consumers] and len(third.assignment()) == 2)
-    assert sorted(p for c in consumers for p in c.assignment()) == [
-        Partition(topic, p) for p in range(6)
-    ]
+    everyone = [Partition(topic, p) for p in range(6)]
+    wait_for(
+        lambda: (
+            [c.poll() for c in consumers]
+            and sorted(p for c in consumers for p in c.assignment()) == everyone
+        )
+    )
 
 
 def test_member_commits_in_its_callback_when_it_closes(log, topic, group):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ DEADLINE_S = 30.0
 class Worker:
     """A child that runs `log_worker.py`. Killed when the block ends."""
 
-    def __init__(self, url: str, session_ms: int, *arguments: str) -> None:
+    def __init__(
+        self, url: str, session_ms: int, *arguments: str, options: Mapping[str, str] | None = None
+    ) -> None:
         script = Path(__file__).with_name("log_worker.py")
+        limits = {"session_timeout_ms": session_ms, "options": dict(options or {})}
         self.process = subprocess.Popen(
-            [sys.executable, script, url, str(session_ms), *arguments],
+            [sys.executable, script, url, json.dumps(limits), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

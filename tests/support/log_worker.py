@@ -114,8 +114,8 @@ def writer(log: Log, topic: str, name: str, side_file: str) -> None:
 
 
 def main() -> None:
-    url, session_ms, kind, *arguments = sys.argv[1:]
-    log = open_log(url, Limits(session_timeout_ms=int(session_ms)))
+    url, limits, kind, *arguments = sys.argv[1:]
+    log = open_log(url, Limits(**json.loads(limits)))
     {f.__name__: f for f in (member, hesitant_member, copier, holder, writer)}[kind](
         log, *arguments
     )

@@ -1,0 +1,1 @@
+"""The distributed log: Apache Kafka through confluent-kafka (librdkafka)."""

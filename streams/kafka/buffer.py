@@ -1,0 +1,118 @@
+"""Records that were fetched and not handed out yet, partition by partition, served fairly."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ..log import Partition, Record
+
+MAX_RECORDS, MAX_BYTES = 4_000, 64 * 2**20
+MAX_PAUSED_RECORDS = 1_000
+
+
+class Buffer:
+    """Where each partition's reading stands. `next` is what `poll` gives next, holes skipped."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Partition, deque[Record]] = {}
+        self._reached: dict[Partition, int] = {}
+        self._turn = 0
+        self._num_records = self._num_bytes = 0
+        self.paused: set[Partition] = set()
+
+    def begin(self, partition: Partition, offset: int) -> None:
+        """Read a partition from `offset`; what waited of it is forgotten."""
+        self.end(partition)
+        self._waiting[partition], self._reached[partition] = deque(), offset
+
+    def end(self, partition: Partition) -> None:
+        """Forget a partition."""
+        for record in self._waiting.pop(partition, ()):
+            self._count(record, -1)
+        self._reached.pop(partition, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for partition in list(self._reached):
+            self.end(partition)
+        self.paused.clear()
+
+    def __contains__(self, partition: object) -> bool:
+        return partition in self._reached
+
+    def __iter__(self) -> Any:
+        return iter(self._reached)
+
+    def next(self, partition: Partition) -> int:
+        """The next offset to hand out."""
+        waiting = self._waiting[partition]
+        return waiting[0].offset if waiting else self._reached[partition]
+
+    def take_in(self, message: Any) -> Partition | None:
+        """Keep a fetched message; its partition, or None for one that is read no more."""
+        partition = Partition(message.topic(), message.partition())
+        offset = message.offset()
+        if offset < self._reached.get(partition, offset + 1):
+            return None
+        record = Record(
+            partition.topic,
+            partition.partition,
+            offset,
+            message.timestamp()[1],
+            message.key(),
+            message.value(),
+            tuple((name, value or b"") for name, value in message.headers() or ()),
+        )
+        self._waiting[partition].append(record)
+        self._reached[partition] = offset + 1
+        self._count(record, 1)
+        return partition
+
+    def reach(self, partition: Partition, offset: int) -> bool:
+        """Nothing lies before `offset`, the end for now; whether a hole was skipped by that."""
+        if partition not in self._reached or offset <= self._reached[partition]:
+            return False
+        self._reached[partition] = offset
+        return not self._waiting[partition]
+
+    def _count(self, record: Record, sign: int) -> None:
+        self._num_records += sign
+        self._num_bytes += sign * (len(record.value or b"") + 100)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough waits; what paused partitions hold is bounded elsewhere."""
+        held = [self._waiting[p] for p in self.paused if p in self._waiting]
+        num_held = sum(map(len, held))
+        return self._num_records - num_held >= MAX_RECORDS or self._num_bytes >= MAX_BYTES
+
+    def overfull(self) -> list[Partition]:
+        """Paused partitions that hold so much that no more of them should be fetched."""
+        return [p for p in self.paused if len(self._waiting.get(p, ())) >= MAX_PAUSED_RECORDS]
+
+    @property
+    def has_records(self) -> bool:
+        """Whether `serve` would give something."""
+        return any(w for p, w in self._waiting.items() if w and p not in self.paused)
+
+    def serve(self, max_records: int) -> list[Record]:
+        """At most `max_records`, in offset order in a partition, each partition its fair share."""
+        ready = [p for p, w in self._waiting.items() if w and p not in self.paused]
+        if len(ready) > max_records:
+            self._turn = (self._turn + max_records) % len(ready)
+            ready = (ready[self._turn :] + ready[: self._turn])[:max_records]
+        ready.sort(key=lambda p: len(self._waiting[p]))
+        records: list[Record] = []
+        for i, partition in enumerate(ready):
+            waiting = self._waiting[partition]
+            share = min(len(waiting), -(-(max_records - len(records)) // (len(ready) - i)))
+            records += [waiting.popleft() for _ in range(share)]
+        for record in records:
+            self._count(record, -1)
+        return records
+
+    def unheard(self, partitions: Iterable[Partition]) -> set[Partition]:
+        """Those of the partitions that are read and served."""
+        return {p for p in partitions if p in self._reached and p not in self.paused}

@@ -1,0 +1,198 @@
+"""Two ways to make records durable: an idempotent send, and a transaction.
+
+A record is `(topic, partition, key, value, headers, timestamp_ms)`. Nothing is handed to librdkafka
+before its batch is complete, so an aborted or killed batch leaves no open transaction behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
+
+from ...schemas.errors import LogError, LogUnavailable
+from ..log import Partition, Position
+from .cluster import Cluster
+from .errors import is_lost
+
+_OUTCOME_S = 60.0
+_STEP_S = 10.0
+_POLL_S = 0.01
+
+
+class Outgoing(NamedTuple):
+    """A record with its place."""
+
+    topic: str
+    partition: int
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, str | bytes | None]]
+    timestamp_ms: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.partition}] key={self.key!r}"
+
+
+class Batch:
+    """Records handed over together, with what became of each."""
+
+    def __init__(self, records: Sequence[Outgoing]) -> None:
+        self.records = records
+        self.positions: list[Position | None] = [None] * len(records)
+        self.errors: dict[int, KafkaError] = {}
+
+    def hand_over(self, client: Producer) -> None:
+        """Queue every record. Raises KafkaException, or BufferError never: it waits for room."""
+        for i, record in enumerate(self.records):
+            self._queue(client, i, record)
+            if not i % 1_000:
+                client.poll(0)
+
+    def _queue(self, client: Producer, i: int, record: Outgoing) -> None:
+        while True:
+            try:
+                client.produce(
+                    record.topic,
+                    value=record.value,
+                    key=record.key,
+                    partition=record.partition,
+                    headers=record.headers,
+                    timestamp=record.timestamp_ms,
+                    on_delivery=partial(self._done, i),
+                )
+                return
+            except BufferError:
+                client.poll(_POLL_S)
+
+    def _done(self, i: int, error: KafkaError | None, record: Any) -> None:
+        if error is None:
+            self.positions[i] = Position(record.topic(), record.partition(), record.offset())
+        else:
+            self.errors[i] = error
+
+
+class Idempotent:
+    """The plain way: acknowledged by all in-sync replicas, in order, without repeats.
+
+    After a failure the client is thrown away: its sequence numbers say nothing any more.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._client: Producer | None = None
+
+    def write(self, records: Sequence[Outgoing], timeout_ms: int) -> Batch:
+        """Send and wait until each record is acknowledged or has failed."""
+        if self._client is None:
+            self._client = self._cluster.producer()
+        batch = Batch(records)
+        try:
+            batch.hand_over(self._client)
+        except KafkaException:
+            self.close()
+            raise
+        if self._client.flush(timeout_ms / 1000):
+            self._client.purge()
+            self._client.flush(1.0)
+        if batch.errors:
+            self.close()
+        return batch
+
+    def close(self) -> None:
+        """Drop what was not acknowledged."""
+        if self._client is not None:
+            self._client.purge()
+            self._client.flush(1.0)
+            self._client = None
+
+
+class Transactional:
+    """A producer with a transactional id: whoever initialises the id later fences it for good.
+
+    ready -> in a transaction -> ready; lost (fenced, or its outcome stays unknown)
+    """
+
+    def __init__(self, cluster: Cluster, transactional_id: str) -> None:
+        """Take the id: open transactions of its last user are aborted, that user is fenced."""
+        self._cluster, self.id = cluster, transactional_id
+        self.is_lost = False
+        self._client = cluster.producer({"transactional.id": transactional_id})
+        self._patiently(self._client.init_transactions, "init_transactions")
+
+    def write(
+        self,
+        records: Sequence[Outgoing],
+        commits: Iterable[tuple[Any, dict[Partition, int]]] = (),
+    ) -> list[Position]:
+        """One transaction: records and positions of groups together. `commits`: group metadata.
+
+        Raises:
+            LogUnavailable: nothing was written, try again. Fenced: nothing was written.
+            LogError: nothing was written, or (said so) nobody knows; begin anew from the log.
+        """
+        batch = Batch(records)
+        try:
+            self._client.begin_transaction()
+            batch.hand_over(self._client)
+            for metadata, positions in commits:
+                places = [TopicPartition(t, p, at) for (t, p), at in positions.items()]
+                self._patiently(
+                    partial(self._client.send_offsets_to_transaction, places, metadata),
+                    "send_offsets_to_transaction",
+                )
+            self._patiently(self._client.commit_transaction, "commit_transaction")
+        except KafkaException as raised:
+            error = raised.args[0]
+            self._give_up(error)
+            cause = next(iter(batch.errors.values()), error)
+            if is_lost(error) or cause.code() in (
+                KafkaError._PURGE_QUEUE,
+                KafkaError._PURGE_INFLIGHT,
+            ):
+                cause = error
+            raise self._cluster.faults.translated(cause, f"transaction of {self.id!r}") from raised
+        except BaseException:
+            self._abort()
+            raise
+        assert all(batch.positions), "a committed transaction has acknowledged records"
+        return [at for at in batch.positions if at is not None]
+
+    def _give_up(self, error: KafkaError) -> None:
+        """Leave the transaction; the client is lost when that is not possible."""
+        if error.fatal():
+            self.is_lost = True
+        else:
+            self._abort()
+
+    def _abort(self) -> None:
+        try:
+            self._patiently(self._client.abort_transaction, "abort_transaction")
+        except (KafkaException, LogError):
+            self.is_lost = True
+
+    def _patiently(self, step: Callable[[float], object], name: str) -> None:
+        """Repeat a step that may be repeated: giving up on it would leave its outcome unknown."""
+        deadline = time.monotonic() + _OUTCOME_S
+        while True:
+            try:
+                step(_STEP_S)
+                return
+            except KafkaException as raised:
+                error = raised.args[0]
+                if not error.retriable():
+                    raise
+                if self._cluster.faults.refused is not None:
+                    raise self._cluster.faults.translated(error, self.id) from raised
+                if time.monotonic() > deadline:
+                    self.is_lost = True
+                    if name == "init_transactions":
+                        raise LogUnavailable(f"{self.id!r}: {error.str()}") from raised
+                    raise LogError(
+                        f"transaction of {self.id!r}: {name} got no answer for {_OUTCOME_S:g} s, "
+                        "so whether it was committed is unknown. Start this process again: it "
+                        "reads that from the log."
+                    ) from raised
