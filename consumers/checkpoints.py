@@ -20,14 +20,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..schemas.errors import StreamrftError
+from ..schemas.errors import StorageUnavailable, StreamrftError
 from ..streams import faults
+from ..streams.blobs import join_uri, sha256_file, write_bytes
+from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE
 from .folders import MANIFEST, Folders, open_folders
 
 logger = logging.getLogger("streamrft")
 
-HF_FOLDER = "actor/huggingface"
-WEIGHTS = f"{HF_FOLDER}/model.safetensors"
+WEIGHTS = f"{HF_FOLDER}/{WEIGHTS_FILE}"
 META = "trainer_meta.json"
 NUM_SERVED = 4
 _NAME = re.compile(r"global_step_(\d+)(?:\.epoch_(\d+))?\Z")
@@ -194,7 +195,7 @@ class CheckpointStore:
         """
         folder = self.folders.fetch(saved.name, saved.manifest.files, into)
         for path, entry in saved.manifest.files.items():
-            if (found := _sha256(folder / path)) != entry.sha256:
+            if (found := sha256_file(folder / path)) != entry.sha256:
                 raise CheckpointBroken(
                     f"{saved.uri}/{path} has SHA-256 {found[:12]}, its manifest says "
                     f"{entry.sha256[:12]}. Resume from an older checkpoint (resume_from)."
@@ -247,9 +248,11 @@ class CheckpointStore:
         return self.look(uri.rsplit("/", 1)[-1])
 
     def _write_latest(self, manifest: Manifest) -> None:
-        self.folders.write_text("latest_state_dict_iteration.txt", str(manifest.step))
+        names = ["latest_state_dict_iteration.txt"]
         if manifest.kind == "full":
-            self.folders.write_text("latest_checkpointed_iteration.txt", str(manifest.step))
+            names.append("latest_checkpointed_iteration.txt")
+        for name in names:
+            write_bytes(join_uri(self.folders.uri, name), str(manifest.step).encode())
 
 
 def _subfolder(folder: Path, path: str) -> Path:
@@ -261,17 +264,12 @@ def _entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
     entries = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
-        entries[name] = FileEntry(path.stat().st_size, known.get(name) or _sha256(path))
+        entries[name] = FileEntry(path.stat().st_size, known.get(name) or sha256_file(path))
     return entries
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _versions() -> dict[str, str]:
@@ -293,5 +291,5 @@ def storage_errors() -> tuple[type[Exception], ...]:
     try:
         from safetensors import SafetensorError
     except ImportError:
-        return (OSError,)
-    return (OSError, SafetensorError)
+        return OSError, StorageUnavailable
+    return OSError, StorageUnavailable, SafetensorError

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ..streams.blobs import open_storage
+from ..streams.blobs import open_storage, sync
 
 MANIFEST = "manifest.json"
 
@@ -45,10 +45,6 @@ class Folders(Protocol):
 
     def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
         """A local folder that holds these files: the folder itself, or copies under `into`."""
-        ...
-
-    def write_text(self, name: str, text: str) -> None:
-        """Replace a small file beside the folders atomically."""
         ...
 
     def remove(self, name: str) -> None:
@@ -92,7 +88,7 @@ class LocalFolders:
             target = self.root / f"{name}.epoch_{epoch}"
             shutil.rmtree(target, ignore_errors=True)
             os.rename(staged, target)
-        _sync(self.root)
+        sync(self.root)
         return str(target)
 
     def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
@@ -102,7 +98,7 @@ class LocalFolders:
             target = Path(uri) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(staged / path, target)
-            _sync(target.parent)
+            sync(target.parent)
 
     def names(self) -> list[str]:
         """Folders here, working folders left out."""
@@ -121,17 +117,6 @@ class LocalFolders:
     def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
         """The folder itself."""
         return self.root / name
-
-    def write_text(self, name: str, text: str) -> None:
-        """Write beside, sync, rename."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        beside = self.root / f".{name}.new"
-        with beside.open("w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, self.root / name)
-        _sync(self.root)
 
     def remove(self, name: str) -> None:
         """Manifest first."""
@@ -192,10 +177,6 @@ class RemoteFolders:
             self._fs.get_file(f"{self._root}/{name}/{path}", str(target))
         return into / name
 
-    def write_text(self, name: str, text: str) -> None:
-        """One object: replaced atomically by the store."""
-        self._fs.pipe_file(f"{self._root}/{name}", text.encode())
-
     def remove(self, name: str) -> None:
         """Manifest first."""
         manifest = f"{self._root}/{name}/{MANIFEST}"
@@ -219,13 +200,5 @@ def _files(folder: Path) -> list[str]:
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

@@ -8,6 +8,7 @@ from ..schemas.topics import Topics
 from ..streams.lineage import surviving_lineage
 from ..streams.log import Log
 from ..streams.reading import read_events
+from ..streams.weights.object_storage import HF_FOLDER
 from .plan import Stage, starting_from
 
 
@@ -26,7 +27,7 @@ def with_model(log: Log, stage: Stage) -> Stage:
             f"stage {stage.name}: stage {before.name} has no full checkpoint on the log to start "
             f"from. Run it first: streamrft run, or streamrft train --stage {before.name}."
         )
-    return starting_from(stage, f"{checkpoint.uri}/actor/huggingface")
+    return starting_from(stage, f"{checkpoint.uri}/{HF_FOLDER}")
 
 
 def newest_full(log: Log, topics: Topics) -> ev.Checkpoint | None:

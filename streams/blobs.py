@@ -18,8 +18,6 @@ from ..schemas import codec
 from ..schemas.errors import ConfigError, MissingExtra, StorageCorrupt, StorageUnavailable
 from ..schemas.events import Claim, Trajectory
 
-_CHUNK_BYTES = 2**20
-
 
 def open_storage(uri: str) -> tuple[Any, str]:
     """The fsspec file system of a URI and the path on it.
@@ -69,21 +67,19 @@ def read_bytes(uri: str) -> bytes:
         raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
 
 
-def sha256_file(uri: str) -> str:
-    """SHA-256 of an object, in hexadecimal, read in pieces.
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a local file, in hexadecimal, read in pieces. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    Raises:
-        StorageUnavailable: missing or not readable now.
-    """
-    fs, path = open_storage(uri)
-    digest = hashlib.sha256()
+
+def sync(path: Path) -> None:
+    """Make a local file's content, or a folder's names, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with fs.open(path, "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
-    return digest.hexdigest()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def put_claim(storage_uri: str, trajectory: Trajectory) -> Trajectory:
@@ -135,11 +131,7 @@ def _replace(path: Path, content: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def _is_local(fs: Any) -> bool:

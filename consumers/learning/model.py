@@ -5,7 +5,6 @@ R rows of width W, hidden size H, n chosen places, vocabulary V.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +20,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.logging import disable_progress_bar
 
 from ...schemas.errors import ConfigError
+from ...streams.blobs import sha256_file
+from ...streams.weights.object_storage import WEIGHTS_FILE
 from ..settings import TrainerSettings
 
 logger = logging.getLogger("streamrft")
@@ -116,12 +117,11 @@ class PolicyModel:
             self._static = self._static_files()
         for name, content in self._static.items():
             (folder / name).write_bytes(content)
-        weights = folder / "model.safetensors"
+        weights = folder / WEIGHTS_FILE
         save_file(self.state_dict(), weights, metadata={"format": "pt"})
         # safetensors writes mode 0600, which processes of another user could not read
         weights.chmod(0o644)
-        with weights.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_file(weights)
 
     def _static_files(self) -> dict[str, bytes]:
         """What does not change in training: config, generation config, tokenizer, template."""

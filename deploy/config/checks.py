@@ -22,10 +22,6 @@ _SECRET = re.compile(
 SELECTORS = ("sequential", "shuffle", "random")
 _LATER_SELECTORS = ("offline_easy2hard", "difficulty_based")
 _TOPICS_TO_JOIN = ("trajectories", "rewards")
-_TOPICS = (
-    "tasks trajectories rewards experiences clock drops train_steps checkpoints evaluations "
-    "heartbeats dead_letters"
-).split()
 
 
 def check(config: Config) -> None:
@@ -222,10 +218,13 @@ def _rewards(config: Config) -> None:
 
 
 def _retention(config: Config) -> None:
+    from ...schemas.topics import CATALOGUE
+
+    kept_long = [name for name, topic in CATALOGUE.items() if topic.kept != "compact"]
     for topic in config.event_log.retention:
-        if topic not in _TOPICS:
+        if topic not in kept_long:
             raise ConfigError(
-                f"event_log.retention.{topic}: no such topic; known are {', '.join(_TOPICS)}."
+                f"event_log.retention.{topic}: no such topic; known are {', '.join(kept_long)}."
             )
     for topic in _TOPICS_TO_JOIN:
         kept = config.event_log.retention.get(topic)

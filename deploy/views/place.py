@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from ...schemas.errors import ConfigError, LogError, UnknownTopic
 from ...schemas.topics import CATALOGUE
 from ...streams.log import Log
+from ...streams.registry import unknown
 from ..plan import Run, Stage, plan, sqlite_path
 
 
@@ -70,7 +70,5 @@ def catalogue_name(stage: Stage, topic: str) -> str:
     """
     short = stage.topics.short(topic)
     if short not in CATALOGUE:
-        near = difflib.get_close_matches(short, CATALOGUE, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"topic {topic!r}: unknown.{hint} Topics are {', '.join(CATALOGUE)}.")
+        raise ConfigError(unknown("topic", topic, CATALOGUE))
     return short

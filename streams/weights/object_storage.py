@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import StreamrftError
 from ...schemas.events import Checkpoint
-from ..blobs import open_storage
+from ..blobs import open_storage, sha256_file
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,7 @@ def fetch_model_folder(checkpoint: Checkpoint, cache_dir: Path | str) -> Path:
     partial = Path(tempfile.mkdtemp(dir=kept.parent, prefix=f"{checkpoint.digest[:12]}."))
     try:
         _copy_folder(f"{checkpoint.uri}/{HF_FOLDER}", partial, checkpoint)
-        with (partial / WEIGHTS_FILE).open("rb") as file:
-            _check_digest(hashlib.file_digest(file, "sha256").hexdigest(), checkpoint)
+        _check_digest(sha256_file(partial / WEIGHTS_FILE), checkpoint)
         _rename_once(partial, kept)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

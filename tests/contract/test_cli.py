@@ -255,7 +255,7 @@ def test_tail_follows(cli: Cli) -> None:
 def test_an_unknown_topic_names_the_nearest(cli: Cli) -> None:
     code, _, err = cli.run("tail", "reward")
     assert code == 2
-    assert "Did you mean rewards?" in err
+    assert "Did you mean 'rewards'?" in err
 
 
 def test_output_into_a_closed_pipe_ends_quietly(cli: Cli) -> None:
