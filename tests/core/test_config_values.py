@@ -1,0 +1,272 @@
+"""What the values of a configuration come to: lengths, pacing, sources, stages, warnings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_files import planned, with_changes
+
+from streamrft.deploy.plan import plan
+from streamrft.deploy.run import resolved_text
+from streamrft.schemas.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LengthCase:
+    model: dict[str, int | None]
+    expected: tuple[int, int, int]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LengthCase({"max_model_len": 512}, (256, 256, 512)),
+        LengthCase({"max_response_tokens": 100}, (412, 100, 512)),
+        LengthCase({"max_prompt_tokens": 100}, (100, 412, 512)),
+        LengthCase({"max_prompt_tokens": 100, "max_response_tokens": 50}, (100, 50, 512)),
+        LengthCase(
+            {"max_model_len": None, "max_prompt_tokens": 100, "max_response_tokens": 50},
+            (100, 50, 150),
+        ),
+    ],
+    ids=str,
+)
+def test_lengths_follow_trinitys_arithmetic(case: LengthCase, tmp_path: Path) -> None:
+    stage = planned(tmp_path, {"model": case.model}).stage(None)
+    assert stage.explorer and stage.trainer
+    found = (
+        stage.explorer.max_prompt_tokens,
+        stage.explorer.max_response_tokens,
+        stage.trainer.max_sequence_tokens,
+    )
+    assert found == case.expected
+    assert stage.trainer.max_tokens_per_microbatch == 2 * case.expected[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"), [({}, 8), ({"train_batch_size": 16}, 4), ({"train_batch_size": 32}, 8)]
+)
+def test_both_batch_keys_give_groups_a_step(
+    changes: dict[str, Any], groups: int, tmp_path: Path
+) -> None:
+    stage = planned(tmp_path, {"buffer": changes}).stage(None)
+    assert stage.trainer and stage.scheduler
+    assert stage.trainer.batch_groups == stage.scheduler.batch_size == groups
+
+
+@pytest.mark.parametrize(
+    ("sync", "allowed"),
+    [
+        ({}, 0),
+        ({"sync_offset": 1}, 1),
+        ({"sync_interval": 4}, 3),
+        ({"sync_interval": 4, "sync_offset": 2}, 5),
+        ({"sync_style": "fully_async"}, 2),
+        ({"sync_style": "fully_async", "max_staleness": 7}, 7),
+    ],
+)
+def test_pacing_is_one_number_and_the_trainers_bound(
+    sync: dict[str, Any], allowed: int, tmp_path: Path
+) -> None:
+    stage = planned(tmp_path, {"synchronizer": sync}).stage(None)
+    assert stage.trainer and stage.scheduler
+    assert stage.scheduler.pacing.allowed_staleness == allowed
+    assert stage.trainer.max_staleness == allowed
+
+
+def test_reward_sources_reach_explorer_and_trainer(tmp_path: Path) -> None:
+    rewards = {
+        "human": {"weight": 0.5, "deadline": "3d", "max_staleness": None},
+        "judge": {"deadline": 500, "max_staleness": 4},
+        "format": {"weight": 0.1},
+    }
+    stage = planned(tmp_path, {"rewards": rewards}).stage(None)
+    assert stage.explorer and stage.trainer
+    assert stage.explorer.reward_sources["human"].deadline_ms == 259_200_000
+    assert stage.explorer.reward_sources["judge"].weight == 1.0
+    assert stage.explorer.part_weights["format"] == 0.1
+    assert stage.trainer.source_max_staleness == {"human": None, "judge": 4}
+
+
+def test_trinitys_operators_come_before_our_filters(tmp_path: Path) -> None:
+    operators = [{"name": "reward_filter", "args": {"threshold": 0.5}}]
+    changes = {
+        "data_processor": {"experience_pipeline": {"operators": operators}},
+        "streams": {"filters": [{"name": "length_filter"}]},
+    }
+    streams = planned(tmp_path, changes).stage(None).streams
+    assert streams
+    assert [f.name for f in streams.filters] == ["reward_filter", "length_filter"]
+    assert streams.filters[0].args == {"threshold": 0.5}
+
+
+def test_arguments_without_a_name_change_the_algorithms_own_function(tmp_path: Path) -> None:
+    loss_args = {"clip_range": 0.3, "loss_agg_mode": "token-mean"}
+    algorithm = {
+        "kl_loss_fn_args": {"kl_coef": 0.1},
+        "policy_loss_fn": "ppo",
+        "policy_loss_fn_args": loss_args,
+    }
+    trainer = planned(tmp_path, {"algorithm": algorithm}).stage(None).trainer
+    assert trainer and trainer.algorithm.kl_loss_fn and trainer.algorithm.policy_loss_fn
+    assert trainer.algorithm.kl_loss_fn.name == "k2"
+    assert trainer.algorithm.kl_loss_fn.args == {"kl_coef": 0.1}
+    assert trainer.algorithm.policy_loss_fn.args == {"clip_range": 0.3}
+    assert trainer.algorithm.loss_agg_mode == "token-mean"
+    assert trainer.algorithm.advantage_fn is None
+
+
+def test_dataset_path_is_an_alias_of_the_tasksets_path(tmp_path: Path) -> None:
+    changes = {
+        "data": {"dataset_path": "short.jsonl"},
+        "buffer": {"explorer_input": {"taskset": {"name": "rows"}}},
+    }
+    config = with_changes(changes)
+    del config["buffer"]["explorer_input"]["taskset"]["path"]
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    scheduler = plan(path).stage(None).scheduler
+    assert scheduler and scheduler.tasksets[0].path == "short.jsonl"
+
+
+def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
+    run = planned(tmp_path, {"explorer": {"runner_num": 3}})
+    assert run.config.explorer.runner_per_model == 3
+    assert any(w.startswith("explorer.runner_num: an old name") for w in run.warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"monitor": {"monitor_type": "wandb"}}, "monitor:"),
+        ({"model": {"lora_configs": [{"name": "a"}]}}, "model.lora_configs:"),
+        ({"trainer": {"trainer_config": {"a": 1}}}, "trainer.trainer_config:"),
+        ({"synchronizer": {"sync_style": "trainer_driven"}}, "synchronizer.sync_style:"),
+        ({"streams": {"engine": "faust"}}, "streams.engine:"),
+        ({"explorer": {"over_rollout": {"ratio": 0.2}}}, "explorer.over_rollout:"),
+        (
+            {"buffer": {"trainer_input": {"experience_buffer": {"format": {"tools_key": "t"}}}}},
+            "buffer.trainer_input.experience_buffer.format.tools_key:",
+        ),
+    ],
+)
+def test_a_key_that_does_nothing_is_never_ignored_in_silence(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    assert [w for w in planned(tmp_path, changes).warnings if w.startswith(named)]
+
+
+def test_a_key_that_says_what_is_done_anyway_is_no_warning(tmp_path: Path) -> None:
+    changes = {"trainer": {"use_dynamic_bsz": True}, "synchronizer": {"sync_method": "checkpoint"}}
+    assert planned(tmp_path, changes).warnings == ()
+
+
+def test_event_log_is_a_url_or_a_section(tmp_path: Path) -> None:
+    short = planned(tmp_path, {"event_log": f"sqlite:///{tmp_path}/other.db"})
+    assert short.log_url == f"sqlite:///{tmp_path}/other.db"
+    changes = {
+        "event_log": {"partitions": 2, "max_event_bytes": 4096, "retention": {"rewards": "9d"}}
+    }
+    run = planned(tmp_path, changes)
+    assert run.log_url == f"sqlite:///{tmp_path}/runs/p/n/log.db"
+    specs = {run.stage(None).topics.short(s.name): s for s in run.topic_specs(run.stage(None))}
+    assert (specs["rewards"].num_partitions, specs["tasks"].num_partitions) == (2, 64)
+    assert specs["rewards"].retention_ms == 9 * 86_400_000
+    assert specs["trajectories"].retention_ms is None
+    assert specs["rewards"].max_event_bytes == 4096
+
+
+def test_stages_merge_deep_and_hand_over(tmp_path: Path) -> None:
+    rows = {"storage_type": "file", "path": "sft.jsonl"}
+    stages = [
+        {
+            "stage_name": "warm",
+            "mode": "train",
+            "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-4}},
+            "buffer": {
+                "train_batch_size": 6,
+                "total_steps": 2,
+                "trainer_input": {"experience_buffer": rows},
+            },
+        },
+        {"stage_name": "rft"},
+    ]
+    optimizer = {"algorithm": {"optimizer": {"weight_decay": 0.5}}}
+    run = planned(tmp_path, optimizer | {"stages": stages})
+    warm, rft = run.stages
+    assert warm.trainer and warm.trainer.sft and rft.trainer
+    assert (warm.scheduler, warm.explorer, warm.streams) == (None, None, None)
+    assert warm.trainer.algorithm.optimizer.lr == 1e-4
+    assert warm.trainer.algorithm.optimizer.weight_decay == 0.5
+    assert (warm.trainer.train_batch_size, warm.trainer.total_steps) == (6, 2)
+    assert warm.trainer.sft.path == "sft.jsonl"
+    assert (warm.namespace, rft.namespace) == ("p.n.warm", "p.n.rft")
+    assert warm.job_dir == run.job_dir / "warm"
+    assert rft.trainer.algorithm.algorithm_type == "grpo"
+    assert rft.trainer.total_steps is None
+    assert rft.after is warm
+    assert run.log_url.endswith("/runs/p/n/log.db")
+
+
+def test_a_stage_must_be_named_among_several(tmp_path: Path) -> None:
+    run = planned(tmp_path, {"stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
+    assert run.stage("b").name == "b"
+    with pytest.raises(ConfigError, match="None found; stages of .* are a, b"):
+        run.stage(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "branch"),
+    [
+        ({}, "main"),
+        ({"resume_from": "global_step_90"}, "main.90"),
+        ({"resume_from": "main.90/global_step_120"}, "main.90.120"),
+        ({"resume_from": "global_step_90", "branch": "again"}, "again"),
+    ],
+)
+def test_a_fork_names_its_branch(changes: dict[str, Any], branch: str, tmp_path: Path) -> None:
+    stage = planned(tmp_path, changes).stage(None)
+    assert stage.scheduler and stage.trainer
+    assert stage.scheduler.branch == branch
+    assert stage.trainer.branch == (branch if changes else None)
+
+
+def test_object_storage_takes_checkpoints_and_claims(tmp_path: Path) -> None:
+    stage = planned(tmp_path, {"storage": {"uri": "s3://bucket/rl"}}).stage(None)
+    assert stage.trainer and stage.explorer
+    assert stage.trainer.checkpoint_uri == "s3://bucket/rl/p/n"
+    assert stage.explorer.storage_uri == "s3://bucket/rl/p/n"
+
+
+def test_the_resolved_configuration_shows_every_value_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "sk-very-secret")
+    changes = {"explorer": {"rollout_model": {"api_key": "${oc.env:KEY}"}}}
+    text = resolved_text(planned(tmp_path, changes))
+    assert "sk-very-secret" not in text
+    assert "api_key: '********'" in text
+    for shown in ("allowed_staleness: 0", "experiences_a_step: 32", "p.n.tasks: 64",
+                  "min_lr_ratio: 0.01", "late_horizon: 3600000"):  # fmt: skip
+        assert shown in text
+
+
+def test_words_that_only_look_like_secrets_are_no_secrets(tmp_path: Path) -> None:
+    args = {"eos_token": "</s>", "max_tokens": "8", "key": "k"}
+    planned(tmp_path, {"buffer": {"explorer_input": {"taskset": {"workflow_args": args}}}})
+
+
+def test_configuration_is_imported_without_what_roles_need() -> None:
+    script = (
+        "import sys, streamrft.deploy.plan\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'omegaconf', 'fastavro'}\n"
+        "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
