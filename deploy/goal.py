@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..consumers.recorded import History, choose_branch
+from ..consumers.settings import TrainerSettings
 from ..schemas import events as ev
+from ..schemas.errors import ConfigError
 from ..streams.lineage import Lineage, surviving_lineage
 from ..streams.log import Log, Partition
 from ..streams.reading import read_events
@@ -37,10 +40,10 @@ def judge(log: Log, stage: Stage) -> Verdict:
         return _judge_exploring(log, stage)
     steps = list(read_events(log, stage.topics, "train_steps"))
     saved = list(read_events(log, stage.topics, "checkpoints"))
-    lineage = surviving_lineage([e for e in saved if isinstance(e, ev.Branch)])
-    fork = stage.trainer.branch
-    if fork is not None and fork != lineage.branch:
-        return Verdict(f"branch {fork} is not the one that training is on")
+    branches = [e for e in saved if isinstance(e, ev.Branch)]
+    lineage = surviving_lineage(branches)
+    if wrong := _wrong_branch(stage.trainer, branches):
+        return Verdict(wrong)
     done = max((s.step for s in _of(lineage, steps, ev.TrainStep)), default=0)
     cuts = _of(lineage, steps, ev.Cut)
     full = {c.step for c in _of(lineage, saved, ev.Checkpoint) if c.kind == "full"}
@@ -54,6 +57,15 @@ def judge(log: Log, stage: Stage) -> Verdict:
     if wanted is None and not stage.is_sft:
         return _judge_groups(log, stage, lineage, cuts)
     return Verdict()
+
+
+def _wrong_branch(settings: TrainerSettings, branches: list[ev.Branch]) -> str:
+    """Why the branch that training is on is not the one asked for; empty when it is."""
+    try:
+        place = choose_branch(History(branches=branches), settings.resume_from, settings.branch, 0)
+    except ConfigError as error:
+        return str(error)
+    return f"branch {place.branch} is not the one that training is on" if place.fork else ""
 
 
 def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) -> Verdict:

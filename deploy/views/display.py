@@ -15,6 +15,7 @@ from .progress import Progress
 if TYPE_CHECKING:
     from ..supervisor import Screen
 
+_SILENCE_MS = 60_000
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -34,12 +35,12 @@ def screen_for(stream: TextIO, *, plain: bool) -> Iterator[Screen]:
 
 
 class PlainScreen:
-    """One line a step, for files and pipes."""
+    """One line a step, for files and pipes; without a step, at times what is waited for."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._progress: Progress | None = None
-        self._last_step_ms = 0
+        self._last_step_ms = self._silence_ms = 0
 
     def say(self, text: str) -> None:
         """One line at once."""
@@ -51,7 +52,7 @@ class PlainScreen:
         self._progress.refresh()
         at = f", going on after step {self._progress.step}" if self._progress.step else ""
         self.say(f"{stage.namespace}: {goal_text(stage)}{at}; logs in {stage.job_dir / 'log'}")
-        self._last_step_ms = ev.now_ms()
+        self._last_step_ms, self._silence_ms = ev.now_ms(), _SILENCE_MS
 
     def refresh(self, children: list[Child]) -> None:
         """A line for each step done since the last call."""
@@ -60,8 +61,12 @@ class PlainScreen:
         self._progress.refresh()
         for step in self._progress.new_steps:
             seconds = (step.produced_at - self._last_step_ms) / 1000
-            self._last_step_ms = step.produced_at
+            self._last_step_ms, self._silence_ms = step.produced_at, _SILENCE_MS
             self.say(step_line(step, self._progress, seconds))
+        silent_ms = ev.now_ms() - self._last_step_ms
+        if silent_ms >= self._silence_ms:
+            self._silence_ms *= 2
+            self.say(waiting_line(self._progress, silent_ms / 1000))
 
     def end(self) -> None:
         """Forget the stage."""
@@ -96,6 +101,21 @@ def step_line(step: ev.TrainStep, progress: Progress, seconds: float) -> str:
         parts.append(f"pending {pending(progress)}")
     parts.append(f"{seconds:.1f} s")
     return "  ".join(parts)
+
+
+def waiting_line(progress: Progress, seconds: float) -> str:
+    """What every idle process waits for, and what was dropped: why no step comes."""
+    parts = [f"no step for {seconds:.0f} s"]
+    beats = sorted(progress.processes.items())
+    parts += [f"{name} waits for {b.waiting_for}" for name, b in beats if b.state == "idle"]
+    if progress.drops:
+        parts.append(f"dropped {dropped(progress)}")
+    return "  ".join(parts)
+
+
+def dropped(progress: Progress) -> str:
+    """Drops by their reasons."""
+    return " · ".join(f"{n} {reason}" for reason, n in sorted(progress.drops.items()))
 
 
 def pending(progress: Progress) -> int:

@@ -15,7 +15,7 @@ from rich.text import Text
 from ...streams.log import Log
 from ..children import Child
 from ..plan import Stage
-from .display import goal_text, sparkline
+from .display import dropped, goal_text, sparkline
 from .progress import Progress
 
 _SILENT_S = 15.0
@@ -119,8 +119,7 @@ def _numbers(progress: Progress, width: int) -> Table:
     if progress.stage.streams:
         grid.add_row("staleness", _staleness(progress))
         grid.add_row("pending", _pending(progress))
-        drops = " · ".join(f"{n} {reason}" for reason, n in sorted(progress.drops.items()))
-        grid.add_row("dropped", drops or "none")
+        grid.add_row("dropped", dropped(progress) or "none")
     return grid
 
 

@@ -298,16 +298,16 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     return cli_with_topics(tmp_path, capsys)
 
 
-def step(number: int) -> ev.TrainStep:
+def step(number: int, branch: str = "main") -> ev.TrainStep:
     return ev.TrainStep(
-        branch="main", step=number, num_experiences=1, num_tokens=1, metrics={}, epoch=1,
+        branch=branch, step=number, num_experiences=1, num_tokens=1, metrics={}, epoch=1,
         produced_at=1,
     )  # fmt: skip
 
 
-def checkpoint(number: int, kind: Any = "full") -> ev.Checkpoint:
+def checkpoint(number: int, kind: Any = "full", branch: str = "main") -> ev.Checkpoint:
     return ev.Checkpoint(
-        branch="main", step=number, kind=kind, uri="/c", digest="d" * 64,
+        branch=branch, step=number, kind=kind, uri="/c", digest="d" * 64,
         manifest_sha256="e" * 64, epoch=1, produced_at=1,
     )  # fmt: skip
 
@@ -340,6 +340,13 @@ def test_a_fork_is_not_done_because_its_parent_is(cli: Cli) -> None:
         fork = ev.Branch(branch="main.0", parent="main", step=0, produced_at=1)
         append(place, "checkpoints", fork)
         assert judge(place.log, place.stage).missing == "step 0 of 1 is the last on the log"
+    config |= {"resume_from": "global_step_1", "branch": "main.0"}
+    cli.config.write_text(json.dumps(config))
+    with cli.place() as place:
+        append(place, "train_steps", step(1, "main.0"))
+        append(place, "checkpoints", checkpoint(1, branch="main.0"))
+        missing = judge(place.log, place.stage).missing
+    assert missing.startswith("branch: 'main.0' began at global_step_0 of main, not at")
 
 
 def test_without_total_steps_every_group_must_be_trained_or_dead(cli: Cli) -> None:
