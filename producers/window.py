@@ -240,8 +240,10 @@ class Window:
         )
 
     def _is_in_lineage(self, trajectory: ev.Trajectory) -> bool:
-        """No token is newer than the fork. What failed before a token has no version to judge."""
-        return self._lineage.contains(trajectory.branch, trajectory.max_policy_version)
+        """No token is newer than the fork. What failed has none, so its group's others decide."""
+        return trajectory.is_failed or self._lineage.contains(
+            trajectory.branch, trajectory.max_policy_version
+        )
 
     def _close(self, group_id: str) -> None:
         self._open.pop(group_id, None)

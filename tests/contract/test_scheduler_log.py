@@ -14,7 +14,7 @@ import pytest
 from streamrft.producers.scheduler import Scheduler, run_scheduler
 from streamrft.producers.settings import Pacing, SchedulerSettings, TasksetSettings
 from streamrft.producers.tasksets import Tasksets
-from streamrft.schemas import codec
+from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import Fenced
 from streamrft.schemas.topics import Topics, key_of
@@ -111,10 +111,17 @@ def trajectory(group_id: str, version: int, branch: str = "main") -> ev.Trajecto
         min_policy_version=version,
         max_policy_version=version,
         group_size=2,
-        sequences=[],
-        finish_reason="failed",
-        failure="none",
-        reward_sources={},
+        sequences=[
+            ev.Sequence(
+                tokens=arrays.pack_ints([1]),
+                loss_mask=arrays.pack_mask([1]),
+                logprobs=arrays.pack_floats([0.0]),
+                policy_versions=arrays.pack_runs([version]),
+            )
+        ],
+        finish_reason="stop",
+        scores=[ev.Score(source="accuracy", value=1.0)],
+        reward_sources={"accuracy": 1.0},
         produced_at=ev.now_ms(),
     )
 

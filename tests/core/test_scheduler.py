@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -354,6 +355,17 @@ def test_group_that_the_join_closed_stays_closed_on_every_branch():
         for event in events:
             fold(w, event)
         assert (w.num_in_lineage, w.num_outstanding, w.plan(0, 9)) == (1, 0, [])
+
+
+def test_a_failed_slot_takes_no_group_off_lineage():
+    """The trainer sees only the others of its group, and trains on them."""
+    lineage, _ = forked(1)
+    w = window(lineage)
+    w.on_task(task(Publication(0, RowRef("t", 0, 0), -1, 1, 0)))
+    w.on_trajectory(trajectory(0, 0, 1), 0)
+    failed = msgspec.structs.replace(trajectory(0, 1, 2), finish_reason="failed", failure="env")
+    w.on_trajectory(failed, 0)
+    assert (w.num_in_lineage, w.num_outstanding) == (1, 1)
 
 
 def test_row_is_not_published_a_third_time_when_its_second_is_in_lineage():
