@@ -29,6 +29,7 @@ _GRACE_S = 20.0
 _LAST_WAIT_S = 30.0
 _JUDGE_S = 2.0
 _LOG_PAUSE_S = 1.0
+_TELL_AGAIN_S = 60.0
 _STOP_ORDER = ("schedule", "explore", "join", "train")
 _WORKERS = ("join", "explore")
 
@@ -91,6 +92,7 @@ class _Supervisor:
         self._steps_seen = -1
         self._lease: Lease | None = None
         self._process: Process | None = None
+        self._told_at: dict[str, float] = {}
         self._renewed = self._shown_at = self._judged_at = self._trained_at = 0.0
 
     def run(self, only_stage: str | None) -> int:
@@ -110,13 +112,20 @@ class _Supervisor:
             return 1
         finally:
             kill_all(self._children)
+            self._leave()
+        return 0
+
+    def _leave(self) -> None:
+        """Show the last state and give the lease back; without the log it ends by itself."""
+        try:
             self._screen.refresh(self._children)
             self._screen.end()
             if self._process is not None:
                 self._process.ended()
             if self._lease is not None:
                 self._log.release(self._lease)
-        return 0
+        except LogUnavailable as error:
+            self._tell_trouble(f"the log was not told that this supervisor ended: {error}")
 
     def _acquire(self) -> None:
         role = f"{self._run.namespace}.supervisor"
@@ -143,7 +152,7 @@ class _Supervisor:
             try:
                 self._turn(stage)
             except LogUnavailable as error:
-                self._screen.say(f"the log does not answer, going on: {error}")
+                self._tell_trouble(f"the log does not answer, going on: {error}")
                 time.sleep(_LOG_PAUSE_S)
         self._stop_children()
         verdict = judge(self._log, stage)
@@ -229,6 +238,13 @@ class _Supervisor:
             return True
         self._trained_at = self._trained_at or time.monotonic()
         return time.monotonic() - self._trained_at > _LAST_WAIT_S
+
+    def _tell_trouble(self, text: str) -> None:
+        """Say it, but not again within a minute."""
+        now = time.monotonic()
+        if now - self._told_at.get(text, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[text] = now
+            self._screen.say(text)
 
     def _stop_children(self) -> None:
         stop_in_order(self._children, _STOP_ORDER, _GRACE_S, self._keep_lease)

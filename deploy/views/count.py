@@ -7,8 +7,10 @@ seen either where it was or where it went, never nowhere.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,8 @@ from ...streams.outbox import read_state
 from ...streams.reading import drain, event_in, read_events
 from ..plan import Stage
 from .ledger import Balance, Books, Ledger
+
+logger = logging.getLogger("streamrft")
 
 _FORMAT = 1
 _REWARD_OUTCOMES = (
@@ -177,11 +181,15 @@ class Counting:
         return kept
 
     def _save(self) -> None:
-        """Keep the fold, where the folder can be written; a count anew costs only time."""
+        """Keep the fold, where there is room for it; a count anew costs only time."""
         kept = Kept(
             _FORMAT, self._stage.namespace, self._born_ms, self._positions, self._ledger.books
         )
-        if os.access(self._path.parent, os.W_OK):
-            partial = Path(f"{self._path}.{os.getpid()}")
+        partial = Path(f"{self._path}.{os.getpid()}")
+        try:
             partial.write_bytes(msgspec.msgpack.encode(kept))
             partial.replace(self._path)
+        except OSError as error:
+            logger.info("the count is not kept: %s", error)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)

@@ -56,6 +56,16 @@ def test_the_kept_fold_and_a_count_anew_agree(small: Cli) -> None:
     assert small.lines("status", "--json")[0]["produced"] == anew["produced"]
 
 
+def test_without_room_to_keep_the_fold_status_still_counts(
+    small: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert small.lines("status", "--json")[0]["produced"] == 7
+
+
 @pytest.mark.parametrize(
     ("topic", "group", "named"),
     [

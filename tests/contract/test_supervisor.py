@@ -22,8 +22,9 @@ from streamrft.deploy.goal import dead_groups, judge
 from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
 from streamrft.deploy.roles import load_plugins
+from streamrft.deploy.supervisor import Interrupted, supervise
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import ConfigError
+from streamrft.schemas.errors import ConfigError, LogUnavailable
 from streamrft.streams.lineage import Lineage, surviving_lineage
 
 CONFIG: dict[str, Any] = {
@@ -200,6 +201,43 @@ def test_the_successor_of_a_killed_supervisor_takes_over_at_once(supervised: Sup
     second = supervised.start()
     wait_for(lambda: len(supervised.children()) == 4, "four new children", 10)
     assert second.poll() is None
+
+
+class Lines:
+    """A screen that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.say = self.said.append
+
+    def begin(self, log: object, stage: object) -> None: ...
+
+    def refresh(self, children: object) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_a_full_disk_is_told_once_and_a_signal_still_shows_in_the_exit_code(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, lines = iter(range(5)), Lines()
+
+    def turn(self: object, stage: object) -> None:
+        if next(turns, None) is None:
+            raise Interrupted(signal.SIGTERM)
+        raise LogUnavailable("log.db: the disk is full")
+
+    def cannot(*args: object) -> None:
+        raise LogUnavailable("log.db: the disk is full")
+
+    monkeypatch.setattr("streamrft.deploy.supervisor._LOG_PAUSE_S", 0)
+    monkeypatch.setattr("streamrft.deploy.supervisor._Supervisor._turn", turn)
+    monkeypatch.setattr("streamrft.deploy.supervisor._Supervisor._catch_signals", lambda self: None)
+    monkeypatch.setattr("streamrft.deploy.supervisor.Child.start", lambda *args: None)
+    monkeypatch.setattr("streamrft.deploy.supervisor.Process.ended", cannot)
+    assert supervise(plan(supervised.config), lines) == 128 + signal.SIGTERM
+    assert sum("going on: log.db: the disk is full" in line for line in lines.said) == 1
+    assert lines.said[-1].startswith("the log was not told")
 
 
 def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines(
