@@ -12,7 +12,7 @@ from ..schemas import events as ev
 from ..schemas.errors import ConfigError
 from ..streams.lineage import Lineage, surviving_lineage
 from ..streams.log import Log, Partition
-from ..streams.reading import read_events
+from ..streams.reading import begins, read_events, read_to_end
 from .plan import Stage
 
 S = TypeVar("S", ev.Cut, ev.TrainStep, ev.Checkpoint)
@@ -112,14 +112,24 @@ def _judge_exploring(log: Log, stage: Stage) -> Verdict:
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
     for name, group in ((tasks, "explorers"), (trajectories, "join")):
-        left = lag(log, name, f"{stage.namespace}.{group}")
-        if left:
-            return Verdict(f"{left} records of {name} are not read by {group}")
+        if _has_unread(log, name, f"{stage.namespace}.{group}"):
+            return Verdict(f"records of {name} are not read by {group}")
     return Verdict()
 
 
+def _has_unread(log: Log, topic: str, group: str) -> bool:
+    """Whether a record lies behind a group's committed positions, not just a hole."""
+    starts = begins(log, topic)
+    consumer = log.consumer(group=group)
+    starts |= consumer.committed(starts)
+    consumer.close()
+    ends = log.end_offsets(starts)
+    left = {p: at for p, at in starts.items() if at < ends[p]}
+    return bool(left) and next(read_to_end(log, left), None) is not None
+
+
 def lag(log: Log, topic: str, group: str) -> int:
-    """Records between a group's committed positions and the ends."""
+    """Offsets between a group's committed positions and the ends, holes included."""
     info = log.describe([topic])[topic]
     places = [Partition(topic, p) for p in info.end]
     consumer = log.consumer(group=group)

@@ -20,7 +20,7 @@ from .config.training import trainer_settings
 
 if TYPE_CHECKING:
     from ..schemas.topics import Topics
-    from ..streams.log import Log, TopicSpec
+    from ..streams.log import Limits, Log, TopicSpec
 
 DEFAULT_PARTITIONS = 4
 
@@ -118,12 +118,11 @@ class Run:
             ConfigError: the folder cannot be made.
             LogError: the log cannot be opened.
         """
-        from ..streams.log import Limits, open_log
+        from ..streams.log import open_log
 
         path = sqlite_path(self.log_url)
-        if path is not None:
-            _make_folder(path.parent)
-        return open_log(self.log_url, Limits(self.config.event_log.max_event_bytes))
+        _make_folder(self.job_dir if path is None else path.parent)
+        return open_log(self.log_url, _limits(self.config))
 
     def topic_specs(self, stage: Stage) -> list[TopicSpec]:
         """The topics of a stage, with the retention that the file asks for."""
@@ -158,6 +157,7 @@ def plan(config_path: str | Path, plugin_dirs: tuple[str, ...] = ()) -> Run:
                 f"stages[{part.name}]: {error}" if part.name else str(error)
             ) from None
     url = config.event_log.url or f"sqlite:///{job_dir / 'log.db'}"
+    _check_kafka(url, config)
     return Run(loaded.path, job_dir, _namespace(config), url, tuple(stages), loaded.warnings, dirs)
 
 
@@ -171,6 +171,31 @@ def sqlite_path(url: str) -> Path | None:
     """File of an embedded log; None for another kind."""
     prefix = "sqlite:///"
     return Path(url.removeprefix(prefix)) if url.startswith(prefix) else None
+
+
+def _limits(config: Config) -> Limits:
+    from ..streams.log import Limits
+
+    events = config.event_log
+    options = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in events.options.items()
+    }
+    return Limits(max_event_bytes=events.max_event_bytes, options=options)
+
+
+def _check_kafka(url: str, config: Config) -> None:
+    """What Kafka would refuse later: an address, an option, a name."""
+    if not url.startswith("kafka://"):
+        return
+    from ..streams.kafka.options import Options
+
+    Options.of(url, _limits(config))
+    if ":" in _namespace(config):
+        raise ConfigError(
+            f"project, group and name give the topic namespace {_namespace(config)!r}; Kafka "
+            "allows letters, digits, '.', '_' and '-' in names of topics."
+        )
 
 
 def _make_folder(folder: Path) -> None:

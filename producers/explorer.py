@@ -232,7 +232,7 @@ class Explorer:
                 )
 
     def _commit(self) -> None:
-        positions = self._progress.finish()
+        positions = self._progress.finish(self._tasks.positions())
         try:
             until_answered(lambda: self._tasks.commit(positions), self._process.idle)
         except Fenced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..schemas.events import Task
@@ -31,12 +31,17 @@ class Progress:
         """Note a record read; offsets of a partition rise."""
         self._taken.setdefault(ticket.partition, deque()).append(ticket)
 
-    def finish(self) -> dict[Partition, int]:
-        """Next offsets to commit, by partition: past the done records that begin each."""
+    def finish(self, reached: Mapping[Partition, int] | None = None) -> dict[Partition, int]:
+        """Next offsets to commit, by partition: past the done records that begin each.
+
+        Where none is left open, `reached` says how far was read, past holes behind the last too.
+        """
         positions: dict[Partition, int] = {}
         for partition, tickets in self._taken.items():
             while tickets and tickets[0].is_done:
                 positions[partition] = tickets.popleft().offset + 1
+            if not tickets:
+                positions[partition] = max(positions[partition], (reached or {}).get(partition, 0))
         self._taken = {p: tickets for p, tickets in self._taken.items() if tickets}
         return positions
 

@@ -141,12 +141,16 @@ class LoggingSection:
 
 @dataclass(frozen=True)
 class EventLogSection:
-    """Where the events lie. `url` empty: sqlite in the job folder. `retention` by topic name."""
+    """Where the events lie. `url` empty: sqlite in the job folder. `retention` by topic name.
+
+    `options` go to the log's adapter: for kafka:// properties of librdkafka and `replication`.
+    """
 
     url: str = ""
     max_event_bytes: int = StreamSettings.max_event_bytes
     partitions: int | None = None
     retention: Mapping[str, DurationMs | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ...streams.join.state import LIVE, decode_group
 from ...streams.lineage import surviving_lineage
 from ...streams.log import Log, Partition, Record
 from ...streams.outbox import read_state
-from ...streams.reading import drain, event_in, read_events
+from ...streams.reading import begins, drain, event_in, read_events, read_to_end
 from ..plan import Stage
 from .ledger import Balance, Books, Ledger
 
@@ -158,11 +158,8 @@ class Counting:
     def _birth(self) -> int:
         """Time of the stage's first checkpoint record: another log of the same name differs."""
         name = self._topics.name("checkpoints")
-        consumer = self._log.consumer()
-        consumer.assign({Partition(name, 0): self._log.describe([name])[name].begin[0]})
-        first = consumer.poll(1)
-        consumer.close()
-        return first[0].timestamp_ms if first else 0
+        first = next(read_to_end(self._log, begins(self._log, name)), None)
+        return first.timestamp_ms if first else 0
 
     def _load(self) -> Kept | None:
         """The kept fold, when it is of this log, branch and format, and no longer than the log."""

@@ -62,10 +62,9 @@ class Progress:
         if self.stage.streams:
             self.unjoined = lag(self.log, topics.name("trajectories"), f"{space}.join")
             self.tasks_left = lag(self.log, topics.name("tasks"), f"{space}.explorers")
-            name = topics.name("experiences")
-            ends = self.log.describe([name])[name]
-            written = sum(ends.end.values()) - sum(ends.begin.values())
-            self.ready = max(0, written - self.num_taken)
+            # the joins count what they wrote; offsets may have holes between the records
+            written = sum(h.metrics.get("experiences", 0) for h in self._living("join"))
+            self.ready = max(0, int(written) - self.num_taken)
 
     @property
     def step(self) -> int:

@@ -19,7 +19,8 @@ from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import UnknownTopic
 from streamrft.schemas.topics import CATALOGUE, Topics
-from streamrft.streams.log import Partition, Record, open_log
+from streamrft.streams.log import Record, open_log
+from streamrft.streams.reading import begins, read_to_end
 
 E = TypeVar("E", bound=ev.Event)
 
@@ -101,12 +102,17 @@ class SmallRun:
     @property
     def job(self) -> Path:
         """The job folder of the product."""
-        return self.folder / "runs" / "faults" / "small"
+        return self.folder / "runs" / "faults" / self.name
 
     @property
     def topics(self) -> Topics:
         """Its topics."""
-        return Topics("faults.small")
+        return Topics(f"faults.{self.name}")
+
+    @property
+    def name(self) -> str:
+        """Its name; runs on one broker need different ones."""
+        return self.overrides.get("name", "small")
 
     # --- processes
 
@@ -172,20 +178,12 @@ class SmallRun:
 
     def records(self, topic: str) -> list[Record]:
         """All records of a topic of the catalogue; none before the topic exists."""
-        path = self.job / "log.db"
-        if not path.exists():
+        url = self.overrides.get("event_log", f"sqlite:///{self.job / 'log.db'}")
+        if url.startswith("sqlite") and not (self.job / "log.db").exists():
             return []
-        log = open_log(f"sqlite:///{path}")
+        log = open_log(url)
         try:
-            name = self.topics.name(topic)
-            consumer = log.consumer()
-            places = [Partition(name, p) for p in range(self.topics.partitions(topic))]
-            ends = log.end_offsets(places)
-            consumer.assign({p: 0 for p in places})
-            found: list[Record] = []
-            while any(consumer.positions()[p] < ends[p] for p in places):
-                found += consumer.poll(5000, 1000)
-            return found
+            return list(read_to_end(log, begins(log, self.topics.name(topic))))
         except UnknownTopic:
             return []
         finally:
