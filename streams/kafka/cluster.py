@@ -33,6 +33,7 @@ REQUEST_S = 15.0
 _EARLIEST, _LATEST = EarliestSpec(), LatestSpec()
 _STABLE_S = 60.0
 _RETRY_S = 0.05
+_SLICE_S = 0.3
 
 
 class Cluster:
@@ -78,7 +79,7 @@ class Cluster:
         while True:
             self.admin.poll(0)
             try:
-                self.admin.list_topics(timeout=min(1.0, self.options.connect_timeout_ms / 1000))
+                self.admin.list_topics(timeout=_SLICE_S)
                 return
             except KafkaException as raised:
                 error = raised.args[0]

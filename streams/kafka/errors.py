@@ -32,6 +32,7 @@ _LOST = {
     KafkaError._ASSIGNMENT_LOST,
 }
 _REFUSED_USER = {
+    KafkaError._SSL,
     KafkaError._AUTHENTICATION,
     KafkaError.SASL_AUTHENTICATION_FAILED,
     KafkaError.UNSUPPORTED_SASL_MECHANISM,
@@ -98,6 +99,11 @@ class Faults:
         code = error.code()
         if code in _AWAY and self.refused is not None:
             error, code = self.refused, self.refused.code()
+        if code == KafkaError._SSL:
+            return AccessDenied(
+                f"{self.servers}: TLS fails ({_text(error)}). Check security.protocol and "
+                "ssl.ca.location in event_log.options, and the names in the broker's certificate."
+            )
         if code in _REFUSED_USER:
             return AccessDenied(
                 f"{self.servers}: refuses the user or its secret ({_text(error)}). Check "

@@ -94,6 +94,7 @@ class KafkaLog:
     ) -> dict[Partition, int]:
         """See `Log.offsets_at`."""
         wanted = [Partition(*p) for p in partitions]
+        self._topics.demand(wanted)
         found = self._cluster.offsets(wanted, OffsetSpec.for_timestamp(timestamp_ms))
         ends = self._cluster.ends([p for p, offset in found.items() if offset < 0])
         return found | ends

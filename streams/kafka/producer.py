@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from confluent_kafka import KafkaError
 
-from ...schemas.errors import EventTooLarge, LogError, LogUnavailable, UnknownTopic
+from ...schemas.errors import EventTooLarge, LogError, LogUnavailable, StreamrftError, UnknownTopic
 from ...schemas.events import now_ms
 from ...schemas.topics import partition_for
 from ..log import Consumer, Partition, Position
@@ -93,7 +93,7 @@ class KafkaProducer:
                 positions = self._write_plain(timeout_ms)
         except LogUnavailable:
             raise
-        except LogError:
+        except StreamrftError:
             self._forget()
             raise
         self._forget()
@@ -116,12 +116,9 @@ class KafkaProducer:
         errors = sorted(batch.errors.items(), key=lambda found: found[1].retriable())
         for i, error in errors[:1]:
             record = batch.records[i]
-            if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
-                size = len(record.value or b"")
-                raise EventTooLarge(str(record), size, self._limit(record.topic))
             if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
                 self._topics.forget(record.topic)
-            raise self._cluster.faults.translated(error, str(record))
+            raise record.refused(error, self._cluster)
 
     def _write_fenced(self, fence: Fence) -> list[Position]:
         fence.check()

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
-from ...schemas.errors import LogError, LogUnavailable
+from ...schemas.errors import EventTooLarge, LogError, LogUnavailable, StreamrftError
 from ..log import Partition, Position
 from .cluster import Cluster
 from .errors import is_lost
+from .options import RECORD_MARGIN_BYTES
 
 _OUTCOME_S = 60.0
 _STEP_S = 10.0
 _POLL_S = 0.01
+_SHOWN = 80
+_PURGED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
 
 
 class Outgoing(NamedTuple):
@@ -34,7 +37,17 @@ class Outgoing(NamedTuple):
     timestamp_ms: int
 
     def __str__(self) -> str:
-        return f"{self.topic}[{self.partition}] key={self.key!r}"
+        key = self.key if self.key is None or len(self.key) <= _SHOWN else self.key[:_SHOWN] + b".."
+        return f"{self.topic}[{self.partition}] key={key!r}"
+
+    def refused(self, error: KafkaError, cluster: Cluster) -> StreamrftError:
+        """The port's error for a record that was not taken."""
+        if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+            headers = sum(len(name) + len(value or b"") for name, value in self.headers)
+            size = len(self.value or b"") + len(self.key or b"") + headers
+            limit = cluster.options.max_event_bytes + RECORD_MARGIN_BYTES
+            return EventTooLarge(f"{self}, with key and headers", size, limit)
+        return cluster.faults.translated(error, str(self))
 
 
 class Batch:
@@ -46,7 +59,7 @@ class Batch:
         self.errors: dict[int, KafkaError] = {}
 
     def hand_over(self, client: Producer) -> None:
-        """Queue every record. Raises KafkaException, or BufferError never: it waits for room."""
+        """Queue every record, waiting for room; one that cannot be queued is among `errors`."""
         for i, record in enumerate(self.records):
             self._queue(client, i, record)
             if not i % 1_000:
@@ -67,6 +80,9 @@ class Batch:
                 return
             except BufferError:
                 client.poll(_POLL_S)
+            except KafkaException as raised:
+                self.errors[i] = raised.args[0]
+                return
 
     def _done(self, i: int, error: KafkaError | None, record: Any) -> None:
         if error is None:
@@ -90,11 +106,7 @@ class Idempotent:
         if self._client is None:
             self._client = self._cluster.producer()
         batch = Batch(records)
-        try:
-            batch.hand_over(self._client)
-        except KafkaException:
-            self.close()
-            raise
+        batch.hand_over(self._client)
         if self._client.flush(timeout_ms / 1000):
             self._client.purge()
             self._client.flush(1.0)
@@ -131,13 +143,16 @@ class Transactional:
         """One transaction: records and positions of groups together. `commits`: group metadata.
 
         Raises:
-            LogUnavailable: nothing was written, try again. Fenced: nothing was written.
+            LogUnavailable: nothing was written, try again.
+            Fenced, EventTooLarge: nothing was written.
             LogError: nothing was written, or (said so) nobody knows; begin anew from the log.
         """
         batch = Batch(records)
         try:
             self._client.begin_transaction()
             batch.hand_over(self._client)
+            for error in batch.errors.values():
+                raise KafkaException(error)
             for metadata, positions in commits:
                 places = [TopicPartition(t, p, at) for (t, p), at in positions.items()]
                 self._patiently(
@@ -148,13 +163,11 @@ class Transactional:
         except KafkaException as raised:
             error = raised.args[0]
             self._give_up(error)
-            cause = next(iter(batch.errors.values()), error)
-            if is_lost(error) or cause.code() in (
-                KafkaError._PURGE_QUEUE,
-                KafkaError._PURGE_INFLIGHT,
-            ):
-                cause = error
-            raise self._cluster.faults.translated(cause, f"transaction of {self.id!r}") from raised
+            refused = {i: e for i, e in batch.errors.items() if e.code() not in _PURGED}
+            if refused and not is_lost(error):
+                i, cause = next(iter(refused.items()))
+                raise records[i].refused(cause, self._cluster) from raised
+            raise self._cluster.faults.translated(error, f"transaction of {self.id!r}") from raised
         except BaseException:
             self._abort()
             raise

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 START_S = 60.0
 CLUSTER_ID = "c3RyZWFtcmZ0LXRlc3QAAA"
 # quick sessions, retention and compaction, so that tests need not wait for them
@@ -48,24 +50,30 @@ SINGLE = {
 class Broker:
     """One node that is broker and controller. started <-> killed or stopped; data stays."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
-        """Choose ports and write the settings; `start` starts it."""
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, str] | None = None,
+        more_listeners: Mapping[str, int] | None = None,
+    ) -> None:
+        """Choose ports and write the settings; `start` starts it. `more_listeners`: port by name."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port, controller = free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
         listener = "PLAINTEXT"
         protocol = (settings or {}).get("inter.broker.listener.name", listener)
-        listeners = f"{protocol}://{self.address},CONTROLLER://127.0.0.1:{controller}"
+        ports = {protocol: self.port, **(more_listeners or {})}
+        advertised = ",".join(f"{name}://127.0.0.1:{port}" for name, port in ports.items())
         wanted = {
             "process.roles": "broker,controller",
             "node.id": "1",
             "controller.quorum.voters": f"1@127.0.0.1:{controller}",
             "controller.listener.names": "CONTROLLER",
-            "listeners": listeners,
-            "advertised.listeners": f"{protocol}://{self.address}",
-            "listener.security.protocol.map": (
-                "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT,SSL:SSL"
+            "listeners": f"{advertised},CONTROLLER://127.0.0.1:{controller}",
+            "advertised.listeners": advertised,
+            "listener.security.protocol.map": ",".join(
+                ["CONTROLLER:PLAINTEXT", *(f"{name}:{name}" for name in ports)]
             ),
             "log.dirs": str(folder / "data"),
             **SINGLE,
@@ -136,6 +144,12 @@ class Broker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=20)
+
+
+def needs_kafka_home() -> None:
+    """Skip a test that starts brokers of its own where it cannot."""
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip("Kafka: KAFKA_HOME is not set, so no broker of its own can be started")
 
 
 def free_port() -> int:
