@@ -21,8 +21,8 @@ from explorer_run import (
     taskset,
     trajectories,
     uncommitted,
-    until,
 )
+from topic_events import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrft.producers.settings import RewardSourceSettings, RolloutArgs

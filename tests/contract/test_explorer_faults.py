@@ -20,8 +20,8 @@ from explorer_run import (
     taskset,
     trajectories,
     uncommitted,
-    until,
 )
+from topic_events import until
 
 from streamrft.producers.explorer import AllFailed
 from streamrft.schemas.errors import ConfigError, Timeout

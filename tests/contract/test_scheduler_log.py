@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from topic_events import append_events, events_on, until
 
 from streamrft.producers.scheduler import Scheduler, run_scheduler
 from streamrft.producers.settings import Pacing, SchedulerSettings, TasksetSettings
 from streamrft.producers.tasksets import Tasksets
-from streamrft.schemas import arrays, codec
+from streamrft.schemas import arrays
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import Fenced
-from streamrft.schemas.topics import Topics, key_of
+from streamrft.schemas.topics import Topics
 from streamrft.streams.log import Log, Partition, open_log, topic_specs
 from streamrft.streams.process import Process
 
 TOPICS = Topics("p.run")
+E = TypeVar("E", bound=ev.Event)
 
 
 @pytest.fixture
@@ -57,24 +60,16 @@ def settings(tmp_path: Path, **fields) -> SchedulerSettings:
     )
 
 
-def read(log: Log, topic: str, kind: type[ev.Event]) -> list:
-    name = TOPICS.name(topic)
-    consumer = log.consumer()
-    consumer.assign({Partition(name, p): 0 for p in range(TOPICS.partitions(topic))})
-    records = consumer.poll(10_000)
-    found = [codec.decode(r.value or b"", ev.Task, ev.Ended) for r in records]
-    return sorted((e for e in found if isinstance(e, kind)), key=lambda e: getattr(e, "number", 0))
-
-
-def tasks(log: Log) -> list[ev.Task]:
-    return read(log, "tasks", ev.Task)
+def read(log: Log, topic: str, kind: type[E]) -> list[E]:
+    return events_on(log, TOPICS, topic, kind)
 
 
 def say(log: Log, topic: str, *events: ev.Event) -> None:
-    producer = log.producer()
-    for event in events:
-        producer.send(TOPICS.name(topic), codec.encode(event), key=key_of(event, topic))
-    producer.flush()
+    append_events(log, TOPICS, topic, *events)
+
+
+def tasks(log: Log) -> list[ev.Task]:
+    return sorted(read(log, "tasks", ev.Task), key=lambda t: t.number)
 
 
 def checkpoint(step: int, branch: str = "main") -> ev.Checkpoint:
@@ -146,13 +141,6 @@ def running(url: str, chosen: SchedulerSettings) -> Iterator[threading.Thread]:
         box[0].stop()
         thread.join(10)
         assert not thread.is_alive()
-
-
-def until(ready: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
 
 
 def test_run_of_one_epoch_publishes_every_row_and_its_end(url, log, tmp_path):

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from producer_run import BATCH, GROUP, ProducerRun, until
+from producer_run import BATCH, GROUP, ProducerRun
+from topic_events import until
 
 from streamrft.producers.settings import Pacing
 from streamrft.schemas import events as ev

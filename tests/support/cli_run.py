@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from topic_events import append_events
 
 from streamrft.deploy.cli import main
 from streamrft.deploy.plan import plan
 from streamrft.deploy.views.place import Place, opened
-from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs
-from streamrft.schemas.topics import key_of
 from streamrft.streams.log import Partition
 from streamrft.streams.process import Process
 from streamrft.streams.settings import StreamSettings
@@ -99,10 +98,7 @@ def failed(group: int, slot: int) -> ev.Trajectory:
 
 
 def append(place: Place, topic: str, *events: ev.Event) -> None:
-    producer = place.log.producer()
-    for event in events:
-        producer.send(place.stage.topics.name(topic), codec.encode(event), key=key_of(event, topic))
-    producer.flush()
+    append_events(place.log, place.stage.topics, topic, *events)
 
 
 def join_everything(cli: Cli) -> None:

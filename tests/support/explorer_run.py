@@ -6,22 +6,22 @@ import asyncio
 import hashlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from topic_events import append_events, events_on, num_uncommitted, until
 
 from streamrft.producers.explorer import run_explorer
 from streamrft.producers.rewards import REWARDS
 from streamrft.producers.settings import ExplorerSettings, TasksetSettings
 from streamrft.producers.workflows import WORKFLOWS, Rollout, SimpleWorkflow
-from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.schemas.topics import CATALOGUE, Topics, key_of
-from streamrft.streams.log import Log, Partition, open_log
+from streamrft.schemas.topics import Topics
+from streamrft.streams.log import Log, open_log
 from streamrft.streams.process import Process
 
 TOPICS = Topics("p.run")
@@ -113,17 +113,11 @@ def task(number: int, min_version: int = 0, row: dict | None = None, **fields) -
 
 
 def say(log: Log, topic: str, *events: ev.Event) -> None:
-    producer = log.producer()
-    for event in events:
-        producer.send(TOPICS.name(topic), codec.encode(event), key=key_of(event, topic))
-    producer.flush()
+    append_events(log, TOPICS, topic, *events)
 
 
-def read(log: Log, topic: str) -> list:
-    name = TOPICS.name(topic)
-    consumer = log.consumer()
-    consumer.assign({Partition(name, p): 0 for p in range(TOPICS.partitions(topic))})
-    return [codec.decode(r.value or b"", *CATALOGUE[topic].carries) for r in consumer.poll(100_000)]
+def read(log: Log, topic: str) -> list[Any]:
+    return events_on(log, TOPICS, topic, ev.Event)
 
 
 def trajectories(log: Log) -> list[ev.Trajectory]:
@@ -132,10 +126,7 @@ def trajectories(log: Log) -> list[ev.Trajectory]:
 
 def uncommitted(log: Log) -> int:
     """Records of tasks that the explorers' group has not committed."""
-    name = TOPICS.name("tasks")
-    partitions = [Partition(name, p) for p in range(TOPICS.partitions("tasks"))]
-    done = log.consumer(group="p.run.explorers").committed(partitions)
-    return sum(end - done.get(p, 0) for p, end in log.end_offsets(partitions).items())
+    return num_uncommitted(log, TOPICS)
 
 
 def checkpoint(model: Path, folder: Path, step: int, branch: str = "main") -> ev.Checkpoint:
@@ -190,10 +181,3 @@ def running(
         box[0].stop()
         thread.join(10)
         assert not thread.is_alive(), "did not stop"
-
-
-def until(ready: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)

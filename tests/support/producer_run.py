@@ -7,11 +7,11 @@ import json
 import multiprocessing
 import os
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from topic_events import append_events, events_on, num_uncommitted
 
 from streamrft.producers.settings import (
     ExplorerSettings,
@@ -19,10 +19,9 @@ from streamrft.producers.settings import (
     SchedulerSettings,
     TasksetSettings,
 )
-from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.schemas.topics import CATALOGUE, Topics, key_of
-from streamrft.streams.log import Log, Partition, open_log, topic_specs
+from streamrft.schemas.topics import Topics
+from streamrft.streams.log import Log, open_log, topic_specs
 
 TOPICS = Topics("tests.producers")
 DEADLINE_S = 60.0
@@ -80,20 +79,11 @@ class ProducerRun:
 
     def say(self, topic: str, *events: ev.Event) -> None:
         """Append events, acknowledged."""
-        producer = self.log.producer()
-        for event in events:
-            producer.send(TOPICS.name(topic), codec.encode(event), key=key_of(event, topic))
-        producer.flush()
+        append_events(self.log, TOPICS, topic, *events)
 
     def read(self, topic: str) -> list[Any]:
         """Every event of a topic."""
-        name = TOPICS.name(topic)
-        consumer = self.log.consumer()
-        consumer.assign({Partition(name, p): 0 for p in range(TOPICS.partitions(topic))})
-        kinds = CATALOGUE[topic].carries
-        found = [codec.decode(r.value or b"", *kinds) for r in consumer.poll(100_000)]
-        consumer.close()
-        return found
+        return events_on(self.log, TOPICS, topic, ev.Event)
 
     def tasks(self) -> list[ev.Task]:
         """Every task by its place on the log's order of numbers."""
@@ -131,15 +121,4 @@ class ProducerRun:
 
     def num_uncommitted(self) -> int:
         """Records of tasks that the explorers have not committed."""
-        name = TOPICS.name("tasks")
-        places = [Partition(name, p) for p in range(TOPICS.partitions("tasks"))]
-        done = self.log.consumer(group=f"{TOPICS.namespace}.explorers").committed(places)
-        return sum(end - done.get(p, 0) for p, end in self.log.end_offsets(places).items())
-
-
-def until(ready: Callable[[], object], what: str) -> None:
-    """Wait with a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:g} s"
-        time.sleep(0.02)
+        return num_uncommitted(self.log, TOPICS)

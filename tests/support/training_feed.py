@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from topic_events import events_on
 
 from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
 from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import Topics, key_of
-from streamrft.streams.log import Partition, open_log, topic_specs
+from streamrft.streams.log import open_log, topic_specs
 
 E = TypeVar("E", bound=ev.Event)
 TOPICS = Topics("tests.feed", 2)
@@ -175,14 +176,7 @@ class Feed:
 
     def read(self, topic: str, *kinds: type[E]) -> list[E]:
         """Events of these kinds on a topic, in order within each partition."""
-        name = TOPICS.name(topic)
-        consumer = self.log.consumer()
-        consumer.assign({Partition(name, p): 0 for p in range(TOPICS.partitions(topic))})
-        events: list[Any] = []
-        while records := consumer.poll(1000):
-            events += [codec.decode(r.value or b"", ev.EVENTS[0], *ev.EVENTS[1:]) for r in records]
-        consumer.close()
-        return [e for e in events if isinstance(e, kinds)]
+        return events_on(self.log, TOPICS, topic, *kinds)
 
     @property
     def said_at(self) -> Path:
