@@ -40,7 +40,7 @@ class Process:
         self.log, self.topics, self.name, self.role = log, topics, name, role
         self.metrics: dict[str, float] = {}
         self._producer = log.producer()
-        self._stopping = False
+        self._stopping, self._is_heard = False, True
         self._last_beat = self._idle_since = self._last_said = 0.0
         self._blocker = ""
         self._me = psutil.Process()
@@ -146,9 +146,13 @@ class Process:
         try:
             self._producer.flush(_BEAT_TIMEOUT_MS)
         except LogUnavailable as error:  # a sign of life must not end a life
-            logger.warning("%s: no heartbeat: %s", self.name, error)
+            if self._is_heard:
+                logger.warning("%s: no heartbeat: %s", self.name, error)
+            self._is_heard = False
             self._producer.close()
             self._producer = self.log.producer()
+        else:
+            self._is_heard = True
 
 
 def until_answered(
