@@ -27,7 +27,7 @@ from .ledger import Balance, Books, Ledger
 
 logger = logging.getLogger("streamrft")
 
-_FORMAT = 1
+_FORMAT = 2
 _REWARD_OUTCOMES = (
     "applied",
     "duplicate",
@@ -115,6 +115,9 @@ class Counting:
         name = self._topics.name(topic)
         info = self._log.describe([name])[name]
         at = self._positions.setdefault(topic, {})
+        for p, first in info.begin.items():
+            if first > at.get(p, 0):
+                self._ledger.on_missed(topic, p)
         places = {
             Partition(name, p): max(at.get(p, 0), first)
             for p, first in info.begin.items()

@@ -19,6 +19,7 @@ from ...streams.log import Position
 
 TRAINED = "trained"
 STATES = (TRAINED, *ev.DROP_REASONS)
+_FORGOTTEN, _LOST, _NO_EXPERIENCE = "forgotten", "lost: ", "but it never was an experience"
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):
@@ -42,7 +43,10 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
 
 
 class Books(msgspec.Struct):
-    """The fold as plain data: what is open, what is settled, and the counts."""
+    """The fold as plain data: what is open, what is settled, and the counts.
+
+    `missed`: partitions by topic of which retention deleted records before they were read.
+    """
 
     branch: str = "main"
     open: dict[str, Entry] = {}
@@ -55,6 +59,7 @@ class Books(msgspec.Struct):
     unreadable: dict[str, list[int]] = {}
     faults: list[str] = []
     cuts: dict[str, int] = {}
+    missed: dict[str, list[int]] = {}
 
     @property
     def num_settled(self) -> int:
@@ -78,7 +83,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class Balance:
-    """What the books say: `produced` is counted from the trajectories alone."""
+    """What the books say: `produced` is counted from the trajectories alone.
+
+    `num_forgotten`: retention deleted the drop or the cut that told their end.
+    """
 
     produced: int
     states: Mapping[str, int]
@@ -88,11 +96,13 @@ class Balance:
     num_dead_letters: int
     faults: tuple[str, ...]
     reward_counts: Mapping[str, int] = field(default_factory=dict)
+    num_forgotten: int = 0
 
     @property
     def is_balanced(self) -> bool:
         """Whether every trajectory has exactly one state, and produced = ended + pending."""
-        return not self.faults and self.produced == sum(self.states.values()) + self.pending.total
+        told = sum(self.states.values()) + self.pending.total + self.num_forgotten
+        return not self.faults and self.produced == told
 
 
 class Ledger:
@@ -145,6 +155,12 @@ class Ledger:
         for member in cut.members:
             self._end(member.trajectory_id, f"{TRAINED} by {name}")
 
+    def on_missed(self, topic: str, partition: int) -> None:
+        """Retention deleted records of a partition that were not read."""
+        missed = self.books.missed.setdefault(topic, [])
+        if partition not in missed:
+            missed.append(partition)
+
     def on_dead_letter(self, letter: ev.DeadLetter, *, of_trajectories: bool) -> None:
         """A record of `dead_letters`."""
         self.books.num_dead_letters += 1
@@ -172,16 +188,18 @@ class Ledger:
             reward_counts: rewards by outcome, as the join counted them.
         """
         states = {state: self.books.states.get(state, 0) for state in STATES}
-        places = {"unjoined": 0, "open": 0, "ready": 0}
+        places = {"unjoined": 0, "open": 0, "ready": 0, _FORGOTTEN: 0}
         faults = [*self.books.faults, *self._unread(joined)]
         for trajectory_id, entry in self.books.open.items():
             place = _place_of(trajectory_id, entry, joined, in_state, finished)
+            place = self._forgiven(place, entry)
             if place in places:
                 places[place] += 1
             elif place in states:
                 states[place] += 1
             elif entry.offset >= 0 or not any(first_kept.values()):
                 faults.append(f"{trajectory_id}: {place}")
+        num_forgotten = places.pop(_FORGOTTEN)
         produced = self.books.num_settled + len(self._produced_and_open())
         return Balance(
             produced,
@@ -192,7 +210,21 @@ class Ledger:
             self.books.num_dead_letters,
             tuple(faults),
             dict(reward_counts),
+            num_forgotten,
         )
+
+    def _forgiven(self, place: str, entry: Entry) -> str:
+        """What seems wrong only because retention deleted the record that would tell."""
+        missed = self.books.missed
+        if place.endswith(_NO_EXPERIENCE) and entry.partition in missed.get("experiences", ()):
+            return state_of(place)
+        if not place.startswith(_LOST):
+            return place
+        if entry.partition in missed.get("drops", ()) or missed.get("train_steps"):
+            return _FORGOTTEN
+        if entry.partition in missed.get("experiences", ()) and not entry.is_experience:
+            return "its experience was deleted by retention before it was trained on"
+        return place
 
     def _produced_and_open(self) -> list[str]:
         """Open ids whose record was read, or refused as unreadable with its id."""
@@ -288,16 +320,16 @@ def _place_of(
     if len(entry.ends) > 1:
         return f"ended twice, {' and '.join(ends)}"
     if ends and not entry.is_experience:
-        return f"{ends[0]}, but it never was an experience"
+        return f"{ends[0]}, {_NO_EXPERIENCE}"
     if ends:
         return state_of(ends[0]) if not entry.ends else f"{ends[0]}, but it is an experience too"
     if entry.is_experience:
         if entry.taken_offset >= finished.get(entry.partition, 0):
             return "ready"
         where = f"experiences[{entry.partition}]@{entry.taken_offset}"
-        return f"lost: the trainer is done with it ({where}), no end"
+        return f"{_LOST}the trainer is done with it ({where}), no end"
     if entry.offset >= joined.get(entry.partition, 0):
         return "unjoined"
     if trajectory_id in in_state:
         return "open"
-    return f"lost: read by the join (trajectories[{entry.partition}]@{entry.offset}), no end"
+    return f"{_LOST}read by the join (trajectories[{entry.partition}]@{entry.offset}), no end"

@@ -70,6 +70,7 @@ class Status:
             "rewards": dict(balance.reward_counts),
             "repeats": balance.num_repeats,
             "amended": balance.num_amended,
+            "forgotten": balance.num_forgotten,
             "dead_letters": balance.num_dead_letters,
             "faults": list(balance.faults),
             "processes": [
@@ -146,12 +147,10 @@ def sum_line(balance: Balance) -> str:
     """`96 produced = 64 trained + 8 dropped + 24 pending`, or how it does not come out."""
     trained = balance.states[TRAINED]
     dropped = sum(balance.states.values()) - trained
-    pending = balance.pending.total
-    sign = "=" if balance.produced == trained + dropped + pending else "≠"
-    return (
-        f"{balance.produced} produced {sign} {trained} trained + {dropped} dropped + "
-        f"{pending} pending"
-    )
+    pending, forgotten = balance.pending.total, balance.num_forgotten
+    sign = "=" if balance.produced == trained + dropped + pending + forgotten else "≠"
+    told = f"{balance.produced} produced {sign} {trained} trained + {dropped} dropped + "
+    return f"{told}{pending} pending" + (f" + {forgotten} deleted" if forgotten else "")
 
 
 def _show(console: Console, status: Status) -> None:
@@ -188,6 +187,7 @@ def _add_counts(grid: Table, balance: Balance) -> None:
     grid.add_row("rewards", _counts({k: n for k, n in balance.reward_counts.items() if n}))
     others = {"dead letters": balance.num_dead_letters, "repeats": balance.num_repeats}
     others["amendments"] = balance.num_amended
+    others["ends deleted by retention"] = balance.num_forgotten
     if any(others.values()):
         grid.add_row("beside", _counts({k: n for k, n in others.items() if n}))
 

@@ -158,10 +158,7 @@ class SqliteConsumer:
             at = self._positions[partition]
             begin, end = bounds[partition]
             if not begin <= at <= end:
-                raise OffsetOutOfRange(
-                    f"{partition.topic}[{partition.partition}]@{at}: the log keeps {begin} to "
-                    f"{end - 1}. Seek to one of these, or to {end} for what comes."
-                )
+                raise OffsetOutOfRange(_out_of_range(partition, at, begin, end))
             if at < end and partition not in self._paused:
                 ready.append((place, partition, at, end))
         if len(ready) > max_records:
@@ -269,3 +266,15 @@ class SqliteConsumer:
     def _partitions(self, shares: Iterable[int]) -> list[Partition]:
         wanted = sorted(shares)
         return [Partition(topic, share) for topic in self._subscribed for share in wanted]
+
+
+def _out_of_range(partition: Partition, at: int, begin: int, end: int) -> str:
+    kept = f"the log keeps {begin} to {end - 1}" if begin < end else f"the log ends at {end}"
+    where = f"{partition.topic}[{partition.partition}]@{at}: {kept}"
+    if at > end:
+        return f"{where}. The log was exchanged for an older one: restore it, or use another name."
+    return (
+        f"{where}; retention deleted what this reader had not read. It cannot go on without it: "
+        "begin under another name, from the model of the last checkpoint, with a longer "
+        "event_log.retention."
+    )

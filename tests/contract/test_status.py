@@ -56,6 +56,22 @@ def test_the_kept_fold_and_a_count_anew_agree(small: Cli) -> None:
     assert small.lines("status", "--json")[0]["produced"] == anew["produced"]
 
 
+def test_retention_of_experiences_does_not_unbalance_what_was_trained(small: Cli) -> None:
+    assert small.lines("status", "--json")[0]["balanced"]
+    with sqlite3.connect(small.config.parent / "runs/p/n/log.db") as db:
+        (topic,) = db.execute("select topic_id from topics where name='p.n.experiences'").fetchone()
+        db.execute("delete from records where topic_id=?", (topic,))
+        db.execute("update partitions set first_offset=next_offset where topic_id=?", (topic,))
+    db.close()
+    kept = small.lines("status", "--json")[0]
+    anew = json.loads(small.run("status", "--json", "--full")[1])
+    assert kept["balanced"] is True
+    assert anew["states"] == kept["states"]
+    assert [f.split(": ")[1] for f in anew["faults"]] == [
+        "its experience was deleted by retention before it was trained on"
+    ] * 2
+
+
 def test_without_room_to_keep_the_fold_status_still_counts(
     small: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,31 @@ def test_what_retention_deleted_is_no_fault() -> None:
     assert story.balance(first_kept=5).is_balanced
 
 
+def missing(*topics: str) -> Balance:
+    """One trajectory each: trained, stale, filtered, and one whose end nothing tells."""
+    story = Story().trajectory("g.0:0:a").trajectory("g.1:0:a").trajectory("g.2:0:a")
+    story.trajectory("g.3:0:a").cut(1, "g.0:0:a").drop("g.1:0:a", "stale", "trainer", "main", 1)
+    ledger = story.drop("g.2:0:a", "filtered").fold()
+    for topic in topics:
+        ledger.on_missed(topic, 0)
+    return story.judge(ledger)
+
+
+def test_experiences_that_retention_deleted_unread_are_missed_only_where_they_were_not_ended():
+    assert len(missing().faults) == 3
+    found = missing("experiences")
+    assert found.faults == (
+        "g.3:0:a: its experience was deleted by retention before it was trained on",
+    )
+    assert {k: n for k, n in found.states.items() if n} == {"trained": 1, "stale": 1, "filtered": 1}
+
+
+@pytest.mark.parametrize("topic", ["drops", "train_steps"])
+def test_an_end_that_retention_deleted_unread_is_counted_by_itself(topic: str) -> None:
+    found = missing("experiences", topic)
+    assert (found.is_balanced, found.num_forgotten, found.produced) == (True, 1, 4)
+
+
 # --- branches
 
 FORK = Lineage.of("b", [ev.Branch(branch="b", parent="main", step=2, produced_at=0)])
