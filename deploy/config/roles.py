@@ -125,7 +125,7 @@ class TrainerSection:
     """How is trained. Steps are optimiser steps; `save_interval` 0 saves fully only at the end.
 
     `resume_minutes` (minutes) bounds what a restart trains again, whatever `save_interval` says.
-    `max_token_len_per_gpu` null takes twice `model.max_model_len`.
+    `max_token_len_per_gpu` null takes twice `model.max_model_len`, at least 8,192.
     """
 
     name: str = "trainer"

@@ -194,10 +194,11 @@ def _max_staleness(config: Config) -> int | None:
 
 
 def _microbatch_tokens(config: Config, lengths: Lengths) -> int:
+    """Twice the model's length, but never so few that a short model pays for many passes."""
     given = config.trainer.max_token_len_per_gpu
     if given is not None:
         return given
-    return 2 * lengths.model if lengths.model else TrainerSettings.max_tokens_per_microbatch
+    return max(2 * (lengths.model or 0), TrainerSettings.max_tokens_per_microbatch)
 
 
 def _model_path(config: Config) -> str:

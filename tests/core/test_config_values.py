@@ -46,7 +46,7 @@ def test_lengths_follow_trinitys_arithmetic(case: LengthCase, tmp_path: Path) ->
         stage.trainer.max_sequence_tokens,
     )
     assert found == case.expected
-    assert stage.trainer.max_tokens_per_microbatch == 2 * case.expected[2]
+    assert stage.trainer.max_tokens_per_microbatch == max(2 * case.expected[2], 8192)
 
 
 @pytest.mark.parametrize(
