@@ -27,6 +27,7 @@ class LengthCase:
     "case",
     [
         LengthCase({"max_model_len": 512}, (256, 256, 512)),
+        LengthCase({"max_model_len": 16384}, (8192, 8192, 16384)),
         LengthCase({"max_response_tokens": 100}, (412, 100, 512)),
         LengthCase({"max_prompt_tokens": 100}, (100, 412, 512)),
         LengthCase({"max_prompt_tokens": 100, "max_response_tokens": 50}, (100, 50, 512)),
