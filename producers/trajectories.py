@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
+import time
 
 import msgspec
 
 from ..schemas import arrays, codec
 from ..schemas import events as ev
-from ..schemas.errors import EventTooLarge, InvalidEvent
-from ..streams.blobs import StorageUnavailable, put_claim
+from ..schemas.errors import EventTooLarge, InvalidEvent, StorageUnavailable, Timeout
+from ..streams.blobs import put_claim
 from .engines.service import EngineService
 from .settings import ExplorerSettings
 from .threads import in_thread
 from .workflows import Rollout
-
-logger = logging.getLogger("streamrft")
 
 _STORAGE_RETRY_S = 1.0
 
@@ -88,6 +86,9 @@ class TrajectoryWriter:
         """Encoded; beside the log when it is too large, failed when it breaks its contract.
 
         It may take half of the limit, since an experience holds its trajectory and more.
+
+        Raises:
+            Timeout: the storage was away for as long as weights may be.
         """
         key, limit = trajectory.group_id.encode(), self._settings.max_event_bytes // 2
         try:
@@ -97,12 +98,21 @@ class TrajectoryWriter:
         except EventTooLarge as error:
             if self._settings.storage_uri is None:
                 return key, codec.encode(as_failed(trajectory, f"{error} storage.uri is not set."))
+        return key, codec.encode(await self._claimed(trajectory), max_bytes=limit)
+
+    async def _claimed(self, trajectory: ev.Trajectory) -> ev.Trajectory:
+        timeout_ms = self._settings.weights_timeout_ms
+        deadline = time.monotonic() + timeout_ms / 1000
         while True:
             try:
                 claimed = await in_thread(put_claim, self._settings.storage_uri, trajectory)
-                return key, codec.encode(claimed, max_bytes=limit)
+                self._service.blocker = ""
+                return claimed
             except StorageUnavailable as error:
-                logger.warning("%s: %s", trajectory.trajectory_id, error)
+                if time.monotonic() > deadline:
+                    advice = "Mend the storage (storage.uri), or raise synchronizer.sync_timeout."
+                    raise Timeout(str(error), timeout_ms, advice) from error
+                self._service.blocker = str(error)
                 await asyncio.sleep(_STORAGE_RETRY_S)
 
 

@@ -62,7 +62,7 @@ class PartitionJoin:
         self._cache = PayloadCache(
             max(1, settings.cache_bytes // topics.partitions("trajectories"))
         )
-        self._trajectories, self._rewards = topics.name("trajectories"), topics.name("rewards")
+        self._trajectories = topics.name("trajectories")
         self.out = Outbox(topics)
         self.now_ms = 0
 

@@ -21,7 +21,7 @@ from .join_partition import PartitionJoin
 from .log import Partition, Record
 from .outbox import Outbox, read_state
 from .pipeline import Pipeline
-from .process import Process
+from .process import Process, until_answered
 from .settings import StreamSettings
 
 logger = logging.getLogger("streamrft")
@@ -176,17 +176,7 @@ class JoinWorker:
     def _rewind_all(self, error: StreamrftError) -> None:
         """The batch of every partition is lost: drop the state, read again what is still ours."""
         logger.warning("%s: batch given up: %s", self._process.name, error)
-        pause = _Held()
-        while not self._process.is_stopping:
-            try:
-                self._rewind(self._assigned())
-                return
-            except StreamrftError as again:
-                if not again.retriable:
-                    raise
-                pause.fail(again)
-                self._process.idle(f"the log: {again}")
-                time.sleep(min(1.0, pause.until - time.monotonic()))
+        until_answered(lambda: self._rewind(self._assigned()), self._process.idle)
 
     def _rewind(self, partitions: Iterable[int]) -> None:
         for partition in partitions:

@@ -55,7 +55,6 @@ class Books(msgspec.Struct):
     num_repeats: int = 0
     num_amended: int = 0
     num_dead_letters: int = 0
-    num_unreadable: int = 0
     unreadable: dict[str, list[int]] = {}
     faults: list[str] = []
     cuts: dict[str, int] = {}
@@ -167,7 +166,6 @@ class Ledger:
         offsets = self.books.unreadable.get(str(letter.partition), [])
         if of_trajectories and letter.offset in offsets:
             offsets.remove(letter.offset)
-            self.books.num_unreadable += 1
 
     def balance(
         self,

@@ -192,3 +192,20 @@ def test_unknown_workflow_in_the_configuration_ends_the_process_at_once(url):
     with running(url, settings(taskset(workflow="mystery"))) as errors:
         until(lambda: bool(errors))
     assert isinstance(errors[0], ConfigError)
+
+
+def test_storage_that_stays_away_has_a_deadline_and_a_name(url, log, tmp_path, tiny_model_dir):
+    (tmp_path / "file").write_bytes(b"no folder")
+    away = settings(
+        max_prompt_tokens=400,
+        max_event_bytes=2_400,
+        storage_uri=str(tmp_path / "file"),
+        weights_timeout_ms=500,
+    )
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
+    say(log, "tasks", task(0, row={"prompt": "7" * 200}))
+    with running(url, away) as errors:
+        until(lambda: errors)
+    (error,) = errors
+    assert isinstance(error, Timeout) and "file" in error.blocker
+    assert uncommitted(log) == 1
