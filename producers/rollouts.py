@@ -150,7 +150,7 @@ class GroupRunner:
             return [Rollout.failed(str(error), is_final=True)] * len(slots)
         except EngineError:
             raise
-        except Exception as error:  # a user's workflow may raise anything
+        except (Exception, SystemExit) as error:  # a user's workflow may raise anything
             return [Rollout.failed(f"{type(error).__name__}: {error}")] * len(slots)
         if len(made) != len(slots):
             reason = f"workflow {group.task.workflow} gave {len(made)} rollouts of {len(slots)}"

@@ -86,11 +86,18 @@ def _do(job: _Job) -> None:
     try:
         result, error = call(), None
     except BaseException as raised:
-        result, error = None, raised
+        result, error = None, _bearable(raised)
     try:
         loop.call_soon_threadsafe(_settle, future, result, error)
     except RuntimeError:
         return  # the loop was closed: nobody waits any more
+
+
+def _bearable(error: BaseException) -> Exception:
+    """What a future takes: a SystemExit would end the loop that waits, a StopIteration hang it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -40,18 +40,17 @@ class PolicyModel:
         """Load from `settings.model_path`, a folder or a name on the Hugging Face hub.
 
         Raises:
-            ConfigError: an unknown dtype, or a model whose logits are more than its head's.
+            ConfigError: an unknown dtype, a folder that is no whole model, or a model whose logits
+                are more than its head's.
         """
         disable_progress_bar()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._autocast_dtype = _autocast_dtype(settings.dtype, self.device)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(settings.model_path)
+        self.tokenizer: Any = _loaded(AutoTokenizer, settings.model_path)
         if settings.chat_template is not None:
             self.tokenizer.chat_template = settings.chat_template
         # transformers takes scaled dot-product attention where the model has it
-        network: Any = AutoModelForCausalLM.from_pretrained(
-            settings.model_path, dtype=torch.float32
-        )
+        network: Any = _loaded(AutoModelForCausalLM, settings.model_path, dtype=torch.float32)
         self.network = network.to(self.device).train()
         if settings.gradient_checkpointing:
             # renamed in transformers 5.24; the old name warns there
@@ -147,6 +146,18 @@ class PolicyModel:
                 f"model.model_path: {path} ({self.network.config.model_type}) changes its logits "
                 "after the output layer in a way that is not supported; use another model."
             )
+
+
+def _loaded(kind: Any, path: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(path, **options)
+    except Exception as error:  # transformers raises many kinds for a broken folder
+        what = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.model_path: {path} holds no whole model: {type(error).__name__}: {what} "
+            "Name a folder with config.json, tokenizer.json and model.safetensors, or a model of "
+            "the hub."
+        ) from error
 
 
 def _autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:

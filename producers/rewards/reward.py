@@ -67,7 +67,7 @@ def score_all(
             if raise_timeout:
                 raise
             found.append(RewardFailed(str(error)))
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             reason = f"the reward function raised {type(error).__name__}: {error}"
             found.append(RewardFailed(reason, is_final=False))
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...schemas.errors import ConfigError
 from ...schemas.events import Turn
 from .workflow import RolloutFailed
 
@@ -49,6 +50,7 @@ class Chat:
         A prompt over max_prompt_tokens loses its first tokens and says so.
 
         Raises:
+            ConfigError: the model has no template, and none is given.
             RolloutFailed: too long, and truncation is off; or the template refuses the messages.
         """
         tokens = self._tokens(messages, add_generation_prompt=True)
@@ -64,6 +66,11 @@ class Chat:
         return self._tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def _tokens(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        if "chat_template" not in self._options and self._tokenizer.chat_template is None:
+            raise ConfigError(
+                "the model has no chat template. Set model.custom_chat_template or "
+                "model.chat_template_path, or the taskset's format.prompt_type: plaintext."
+            )
         return list(
             self._tokenizer.apply_chat_template(
                 list(messages),

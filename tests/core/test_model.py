@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_weights_and_their_names_survive_a_round_trip(
     policy.load_weights(changed)
     embedding = policy.network.get_output_embeddings().weight
     assert torch.equal(embedding.detach(), again.get_output_embeddings().weight.detach() + 1)
+
+
+@pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_that_is_no_whole_model_is_named(gone: str, tiny_model_dir: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    (folder / gone).unlink()
+    with pytest.raises(
+        ConfigError, match=f"model_path: {folder} holds no whole model.*Name a"
+    ) as e:
+        PolicyModel(TrainerSettings(str(folder), "unused", AlgorithmSettings()))
+    assert len(str(e.value).splitlines()) == 1
 
 
 def test_a_model_that_scales_its_logits_is_refused_by_name(tiny_model_dir: Path, tmp_path: Path):

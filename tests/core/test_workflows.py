@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import sys
 import threading
 from typing import Any
 
@@ -83,6 +85,14 @@ def test_template_may_be_replaced_by_text_or_file(tokenizer, tmp_path):
         for thinking, end in ((True, "!"), (False, ""), (None, "")):
             made = chat(tokenizer, template=template, enable_thinking=thinking).render(HI)
             assert tokenizer.decode(made.tokens) == f"sum{end}"
+
+
+def test_model_without_a_template_is_named(tokenizer):
+    bare = copy.copy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template. Set model.custom_chat_template"):
+        chat(bare).render(HI)
+    assert chat(bare, template="{{ messages[0].content }}").render(HI).tokens
 
 
 def test_messages_without_a_known_boundary_share_a_range(tokenizer):
@@ -357,6 +367,9 @@ def test_worker_keeps_order_and_passes_errors_on():
         with pytest.raises(ZeroDivisionError):
             await worker.call(lambda: 1 // 0)
         assert await in_thread(max, 1, 2) == 2
+        for ends in (lambda: sys.exit(3), lambda: next(iter(()))):
+            with pytest.raises(RuntimeError, match="^(SystemExit: 3|StopIteration: )$"):
+                await asyncio.wait_for(in_thread(ends), 5)
         worker.stop(1)
         return done
 
