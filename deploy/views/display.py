@@ -66,7 +66,8 @@ class PlainScreen:
         silent_ms = ev.now_ms() - self._last_step_ms
         if silent_ms >= self._silence_ms:
             self._silence_ms *= 2
-            self.say(waiting_line(self._progress, silent_ms / 1000))
+            if line := waiting_line(self._progress, silent_ms / 1000):
+                self.say(line)
 
     def end(self) -> None:
         """Forget the stage."""
@@ -104,13 +105,12 @@ def step_line(step: ev.TrainStep, progress: Progress, seconds: float) -> str:
 
 
 def waiting_line(progress: Progress, seconds: float) -> str:
-    """What every idle process waits for, and what was dropped: why no step comes."""
-    parts = [f"no step for {seconds:.0f} s"]
+    """What every idle process waits for, and what was dropped; empty where nothing is known."""
     beats = sorted(progress.processes.items())
-    parts += [f"{name} waits for {b.waiting_for}" for name, b in beats if b.state == "idle"]
+    parts = [f"{name} waits for {b.waiting_for}" for name, b in beats if b.state == "idle"]
     if progress.drops:
         parts.append(f"dropped {dropped(progress)}")
-    return "  ".join(parts)
+    return "  ".join([f"no step for {seconds:.0f} s", *parts]) if parts else ""
 
 
 def dropped(progress: Progress) -> str:

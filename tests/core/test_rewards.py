@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ import pytest
 
 from streamrft.producers.rewards import REWARDS, RewardFailed, RolloutView, score
 from streamrft.producers.rewards.answers import final_answer, plain_number
+from streamrft.producers.rewards.reward import score_all
 from streamrft.producers.rewards.verifier import VERIFIER, MathVerifier
 from streamrft.schemas.errors import ConfigError, Timeout
 from streamrft.streams.registry import Registry
@@ -216,3 +218,11 @@ def test_plugin_may_replace_a_name():
     registry.register("mine")(dict)
     registry.register("mine")(list)
     assert registry.create("mine", {}) == []
+
+
+def test_a_reward_that_exits_costs_one_rollout():
+    def leave(rollout):
+        sys.exit(3)
+
+    (found,) = score_all(leave, [RolloutView("q", "r")], raise_timeout=False)
+    assert isinstance(found, RewardFailed) and "raised SystemExit: 3" in str(found)
