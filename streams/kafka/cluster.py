@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import (
@@ -129,7 +130,7 @@ class Cluster:
                 for at, future in asked.items()
             }
 
-        return self._patient(ask)
+        return self._patient(ask, topics={p.topic for p in wanted})
 
     def committed(
         self, group: str, partitions: Iterable[Partition], *, stable: bool
@@ -153,7 +154,9 @@ class Cluster:
 
         return self._patient(ask, _STABLE_S)
 
-    def _patient(self, ask: Callable[[], Any], patience_s: float = REQUEST_S) -> Any:
+    def _patient(
+        self, ask: Callable[[], Any], patience_s: float = REQUEST_S, topics: Iterable[str] = ()
+    ) -> Any:
         """Ask again while the cluster is moving a leader or finishing a transaction."""
         deadline = time.monotonic() + patience_s
         while True:
@@ -163,6 +166,13 @@ class Cluster:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY_S)
+                self._find_leaders(topics)
+
+    def _find_leaders(self, topics: Iterable[str]) -> None:
+        """What librdkafka remembers of leaders is not mended by a request that they refuse."""
+        for topic in topics:
+            with suppress(KafkaException):  # the next answer says what is wrong
+                self.admin.list_topics(topic, timeout=_SLICE_S)
 
     def group_protocol(self) -> str:
         """`consumer` where the brokers offer it with range and our session, else `classic`.

@@ -158,6 +158,8 @@ def _producing(record_bytes: int, given: Mapping[str, str]) -> dict[str, str]:
         "linger.ms": "5",
         "transaction.timeout.ms": str(_TRANSACTION_MS),
     }
+    if "transaction.timeout.ms" in given and "socket.timeout.ms" not in given:
+        found["socket.timeout.ms"] = given["transaction.timeout.ms"]  # librdkafka: not longer
     return found | {n: v for n, v in usual.items() if n not in given}
 
 

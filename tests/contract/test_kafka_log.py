@@ -140,6 +140,30 @@ def test_records_of_a_fenced_flush_are_read_at_once_by_their_positions(place, lo
         assert log.read_at([position])[0].value == b"%d" % i
 
 
+def test_compacted_topic_keeps_the_last_value_of_each_key(place):
+    quick = {"topic.segment.ms": "50", "topic.min.cleanable.dirty.ratio": "0.01"}
+    log = place.open(options=quick)
+    topic = place.create(log, "state", 1, cleanup="compact")
+    partition = Partition(topic, 0)
+    producer = log.producer()
+    expected = {}
+
+    def is_compacted():
+        for i in range(200):
+            expected[b"group.%d" % (i % 20)] = b"%d.%d" % (len(records), i)
+            producer.send(topic, b"%d.%d" % (len(records), i), key=b"group.%d" % (i % 20))
+        producer.flush()
+        begin = log.describe([topic])[topic].begin[0]
+        records[:] = read_to_end(log, {partition: begin})
+        return len(records) < log.end_offsets([partition])[partition] - 1_000
+
+    records = []
+    wait_for(is_compacted)
+    assert {r.key: r.value for r in records} == expected
+    offsets = [r.offset for r in records]
+    assert offsets == sorted(set(offsets))
+
+
 # --- who writes
 
 

@@ -56,7 +56,7 @@ class Broker:
         settings: Mapping[str, str] | None = None,
         more_listeners: Mapping[str, int] | None = None,
     ) -> None:
-        """Choose ports and write the settings; `start` starts it. `more_listeners`: port by name."""
+        """Choose ports and write the settings. `more_listeners`: port by name."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port, controller = free_port(), free_port()
