@@ -145,7 +145,7 @@ class _Supervisor:
         label = f"stage {stage.name}" if stage.name else "run"
         self._log.ensure_topics(self._run.topic_specs(stage))
         if judge(self._log, stage).is_reached and self._is_worth_skipping(stage):
-            self._screen.say(f"{label}: reached its goal before; nothing to do")
+            self._screen.say(f"{label}: reached its goal before; nothing to do{_how_on(stage)}")
             return
         self._begin(stage)
         while not self._has_ended(stage):
@@ -281,6 +281,13 @@ class _Supervisor:
     def _outcome(self, stage: Stage) -> str:
         saved = newest_full(self._log, stage.topics)
         return f", step {saved.step}, checkpoint {saved.uri}" if saved else ""
+
+
+def _how_on(stage: Stage) -> str:
+    """More epochs are no new goal: the log says once and for all that no task comes any more."""
+    if stage.trainer is None or stage.trainer.total_steps is not None:
+        return ""
+    return ". To train on, set buffer.total_steps"
 
 
 def _last_words(child: Child, code: int) -> str:

@@ -228,7 +228,7 @@ class Explorer:
             if self._num_lost >= _MOST_LOST:
                 raise AllFailed(
                     f"{self._process.name}: all rollouts of the last {_MOST_LOST} groups failed; "
-                    f"the last: {rolled.failure}. Mend the workflow, reward or taskset."
+                    f"the last: {rolled.failure.rstrip('.')}. Mend the workflow, reward or taskset."
                 )
 
     def _commit(self) -> None:

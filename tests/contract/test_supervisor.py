@@ -18,7 +18,7 @@ import pytest
 from cli_run import Cli, append, cli_with_topics, cut
 
 from streamrft.deploy.children import MAX_FAILURES, MAX_SAME_FAILURES, Child, environment_of
-from streamrft.deploy.goal import dead_groups, judge
+from streamrft.deploy.goal import Verdict, dead_groups, judge
 from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
 from streamrft.deploy.roles import load_plugins
@@ -215,6 +215,21 @@ class Lines:
     def refresh(self, children: object) -> None: ...
 
     def end(self) -> None: ...
+
+
+def test_a_run_whose_epochs_are_done_says_how_to_train_on(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(supervised.config.read_text()) | {"mode": "both"}
+    del config["buffer"]["total_steps"]
+    supervised.config.write_text(json.dumps(config))
+    lines = Lines()
+    monkeypatch.setattr("streamrft.deploy.supervisor.judge", lambda log, stage: Verdict())
+    monkeypatch.setattr("streamrft.deploy.supervisor._Supervisor._catch_signals", lambda self: None)
+    assert supervise(plan(supervised.config), lines) == 0
+    assert lines.said == [
+        "run: reached its goal before; nothing to do. To train on, set buffer.total_steps"
+    ]
 
 
 def test_a_full_disk_is_told_once_and_a_signal_still_shows_in_the_exit_code(
