@@ -156,6 +156,8 @@ def _producing(record_bytes: int, given: Mapping[str, str]) -> dict[str, str]:
     usual = {
         "compression.type": "zstd",
         "linger.ms": "5",
+        # a transaction waits this long for the markers of the one before; it grows to a second
+        "retry.backoff.ms": "5",
         "transaction.timeout.ms": str(_TRANSACTION_MS),
     }
     if "transaction.timeout.ms" in given and "socket.timeout.ms" not in given:

@@ -147,12 +147,18 @@ class KafkaProducer:
             self._forget()
 
     def _own_writer(self) -> Transactional:
-        if self._writer is None or self._writer.is_lost:
+        """Made when it is needed. A lost one's id is taken again, but never one that was fenced."""
+        before = self._writer
+        if before is None or before.is_lost:
             names = [r.topic for r in self._pending]
             names += [p.topic for _, positions in self._commits for p in positions]
+            if before is None or before.is_fenced:
+                own_id = self._new_id(names[0])
+            else:
+                own_id = before.id
             with self._cluster.faults.explained("transactions"):
-                self._writer = Transactional(self._cluster, self._new_id(names[0]))
-        return self._writer
+                self._writer = before = Transactional(self._cluster, own_id)
+        return before
 
     def _transact(self, writer: Transactional) -> list[Position]:
         commits = [(consumer.credentials(at), at) for consumer, at in self._commits]

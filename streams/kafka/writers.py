@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
@@ -19,7 +21,7 @@ from .cluster import Cluster
 from .errors import is_lost
 from .options import RECORD_MARGIN_BYTES
 
-_OUTCOME_S = 60.0
+_OUTCOME_S, _ABORT_S, _POSITIONS_S = 60.0, 10.0, 3.0
 _STEP_S = 10.0
 _POLL_S = 0.01
 _SHOWN = 80
@@ -125,15 +127,15 @@ class Idempotent:
 class Transactional:
     """A producer with a transactional id: whoever initialises the id later fences it for good.
 
-    ready -> in a transaction -> ready; lost (fenced, or its outcome stays unknown)
+    ready -> in a transaction -> ready; lost (fenced, or without an answer), to be made anew
     """
 
     def __init__(self, cluster: Cluster, transactional_id: str) -> None:
         """Take the id: open transactions of its last user are aborted, that user is fenced."""
         self._cluster, self.id = cluster, transactional_id
-        self.is_lost = False
+        self.is_lost = self.is_fenced = False
         self._client = cluster.producer({"transactional.id": transactional_id})
-        self._patiently(self._client.init_transactions, "init_transactions")
+        self._patiently(self._client.init_transactions, _OUTCOME_S)
 
     def write(
         self,
@@ -155,11 +157,8 @@ class Transactional:
                 raise KafkaException(error)
             for metadata, positions in commits:
                 places = [TopicPartition(t, p, at) for (t, p), at in positions.items()]
-                self._patiently(
-                    partial(self._client.send_offsets_to_transaction, places, metadata),
-                    "send_offsets_to_transaction",
-                )
-            self._patiently(self._client.commit_transaction, "commit_transaction")
+                self._send_positions(places, metadata)
+            self._commit()
         except KafkaException as raised:
             error = raised.args[0]
             self._give_up(error)
@@ -169,13 +168,54 @@ class Transactional:
                 raise records[i].refused(cause, self._cluster) from raised
             raise self._cluster.faults.translated(error, f"transaction of {self.id!r}") from raised
         except BaseException:
-            self._abort()
+            if not self.is_lost:
+                self._abort()
             raise
         assert all(batch.positions), "a committed transaction has acknowledged records"
         return [at for at in batch.positions if at is not None]
 
+    def _send_positions(self, places: list[TopicPartition], metadata: Any) -> None:
+        """In a thread that can be left behind.
+
+        librdkafka (its issues 5456, 5511) waits for ever, whatever time-out it is given, for a
+        group coordinator that was restarted; a new client of the same id finds it, and fences this.
+        """
+        outcome: SimpleQueue[KafkaException | None] = SimpleQueue()
+
+        def send() -> None:
+            try:
+                self._client.send_offsets_to_transaction(places, metadata, _POSITIONS_S)
+                outcome.put(None)
+            except KafkaException as raised:
+                outcome.put(raised)
+
+        Thread(target=send, daemon=True, name="send_offsets_to_transaction").start()
+        try:
+            raised = outcome.get(timeout=2 * _POSITIONS_S)
+        except Empty:
+            self.is_lost = True
+            raise LogUnavailable(f"transaction of {self.id!r}: the group does not answer") from None
+        if raised is not None:
+            self.is_lost |= raised.args[0].retriable()
+            raise raised
+
+    def _commit(self) -> None:
+        """Ask until there is an answer: giving up would leave the outcome unknown."""
+        try:
+            self._patiently(self._client.commit_transaction, _OUTCOME_S)
+        except KafkaException as raised:
+            error = raised.args[0]
+            if error.fatal() or not error.retriable():
+                raise
+            self.is_lost = True
+            raise LogError(
+                f"transaction of {self.id!r}: no answer for {_OUTCOME_S:g} s, so whether it was "
+                "committed is unknown. Start this process again: it reads that from the log."
+            ) from raised
+
     def _give_up(self, error: KafkaError) -> None:
         """Leave the transaction; the client is lost when that is not possible."""
+        self.is_fenced |= is_lost(error)
         if error.fatal():
             self.is_lost = True
         else:
@@ -183,29 +223,20 @@ class Transactional:
 
     def _abort(self) -> None:
         try:
-            self._patiently(self._client.abort_transaction, "abort_transaction")
+            self._patiently(self._client.abort_transaction, _ABORT_S)
         except (KafkaException, LogError):
             self.is_lost = True
 
-    def _patiently(self, step: Callable[[float], object], name: str) -> None:
-        """Repeat a step that may be repeated: giving up on it would leave its outcome unknown."""
-        deadline = time.monotonic() + _OUTCOME_S
+    def _patiently(self, step: Callable[[float], object], patience_s: float) -> None:
+        """Repeat a step that may be repeated."""
+        deadline = time.monotonic() + patience_s
         while True:
             try:
-                step(_STEP_S)
+                step(min(_STEP_S, patience_s))
                 return
             except KafkaException as raised:
                 error = raised.args[0]
-                if not error.retriable():
+                if not error.retriable() or time.monotonic() > deadline:
                     raise
                 if self._cluster.faults.refused is not None:
                     raise self._cluster.faults.translated(error, self.id) from raised
-                if time.monotonic() > deadline:
-                    self.is_lost = True
-                    if name == "init_transactions":
-                        raise LogUnavailable(f"{self.id!r}: {error.str()}") from raised
-                    raise LogError(
-                        f"transaction of {self.id!r}: {name} got no answer for {_OUTCOME_S:g} s, "
-                        "so whether it was committed is unknown. Start this process again: it "
-                        "reads that from the log."
-                    ) from raised

@@ -2,13 +2,68 @@
 
 import secrets
 
+import pytest
+from kafka_broker import Broker, needs_kafka_home
+from small_run import SmallRun
 
-def test_same_run_gives_the_same_weights_on_the_embedded_log_and_on_kafka(small_run, kafka_url):
-    embedded = small_run()
-    embedded.finish()
-    distributed = small_run({"name": f"small-{secrets.token_hex(4)}", "event_log": kafka_url})
-    distributed.finish()
-    distributed.check_whole()
-    assert not list(distributed.job.glob("log.db*"))
-    assert distributed.final_digest() == embedded.final_digest()
-    assert [c.step for c in distributed.cuts()] == [c.step for c in embedded.cuts()]
+POINTS = (
+    "join.before_commit",
+    "join.committed",
+    "scheduler.before_commit",
+    "explorer.published",
+    "trainer.cut_published@3",
+    "checkpoint.published@2",
+)
+
+
+@pytest.fixture(scope="module")
+def embedded_digest(tmp_path_factory, tiny_model_dir):
+    """Final weights of an uninterrupted run on the embedded log."""
+    run = SmallRun(tmp_path_factory.mktemp("embedded"), tiny_model_dir)
+    run.finish()
+    return run.final_digest()
+
+
+def on(url):
+    """What a run on Kafka has different; its name is new, since runs share the broker."""
+    return {"name": f"small-{secrets.token_hex(4)}", "event_log": url}
+
+
+def test_same_run_gives_the_same_weights_on_the_embedded_log_and_on_kafka(
+    small_run, kafka_url, embedded_digest
+):
+    run = small_run(on(kafka_url))
+    run.finish()
+    run.check_whole()
+    assert not list(run.job.glob("log.db*"))
+    assert run.final_digest() == embedded_digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
+    small_run, kafka_url, embedded_digest, tmp_path, point
+):
+    run = small_run(on(kafka_url))
+    marker = tmp_path / "killed"
+    run.finish(STREAMRFT_KILL_AT=f"{point}={marker}")
+    assert marker.exists(), f"the run never reached {point}"
+    run.check_whole()
+    assert run.final_digest() == embedded_digest
+
+
+@pytest.mark.slow
+def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, tmp_path):
+    needs_kafka_home()
+    broker = Broker(tmp_path / "broker").start()
+    try:
+        run = small_run(on(broker.url))
+        process = run.start()
+        run.wait_for(lambda: run.cuts(), "first cut", 120)
+        broker.kill()
+        broker.start()
+        assert process.wait(120) == 0, run.output()
+        run.check_whole()
+        assert run.final_digest() == embedded_digest
+    finally:
+        broker.stop()
