@@ -1,9 +1,9 @@
 # The only programs needed before are make and Python 3.11 or newer (PYTHON=python3.12 names one).
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: quickstart gsm8k test check faults bench clean
+.PHONY: quickstart gsm8k test test-kafka check faults bench clean
 
 quickstart: .venv/run
 	$(BIN)/python examples/quickstart/build.py
@@ -18,6 +18,9 @@ gsm8k: .venv/run
 
 test: .venv/dev
 	$(BIN)/python -m pytest
+
+test-kafka: .venv/dev
+	$(BIN)/python -m pytest -k kafka
 
 check: .venv/dev
 	$(BIN)/ruff format --check .
