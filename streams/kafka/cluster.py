@@ -28,7 +28,7 @@ from .errors import Faults
 from .options import Options
 
 logger = logging.getLogger("streamrft.kafka")
-logger.setLevel(logging.CRITICAL)  # librdkafka repeats what errors say, for every attempt
+logger.setLevel(logging.CRITICAL + 1)  # librdkafka repeats what errors say, for every attempt
 
 REQUEST_S = 15.0
 _EARLIEST, _LATEST = EarliestSpec(), LatestSpec()
@@ -53,6 +53,7 @@ class Cluster:
         self.options = options
         self.faults = Faults(options.servers)
         self.admin = self._new_admin()
+        self._left_behind: list[AdminClient] = []
         self._group_protocol = options.group_protocol
         self._connect()
 
@@ -152,8 +153,7 @@ class Cluster:
             try:
                 found = self.result(asked[group], f"group {group!r}").topic_partitions
             except LogUnavailable:
-                # a client of librdkafka 2.16 never finds a coordinator again that was restarted
-                self.admin = self._new_admin()
+                self._leave_admin_behind()
                 raise
             for at in found:
                 if at.error is not None:
@@ -161,6 +161,16 @@ class Cluster:
             return {Partition(at.topic, at.partition): at.offset for at in found if at.offset >= 0}
 
         return self._patient(ask, _STABLE_S if stable else 2 * _COORDINATOR_S)
+
+    def _leave_admin_behind(self) -> None:
+        """A client of librdkafka 2.16 never finds a coordinator again that was restarted.
+
+        It is kept, unused: destroying it with a request on its way is not safe.
+        """
+        with suppress(KafkaException):  # nobody answers at all: another client would not help
+            self.admin.list_topics(timeout=_SLICE_S)
+            self._left_behind.append(self.admin)
+            self.admin = self._new_admin()
 
     def _patient(
         self, ask: Callable[[], Any], patience_s: float = REQUEST_S, topics: Iterable[str] = ()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from streamrft.schemas.errors import Fenced
+from streamrft.schemas.errors import Fenced, LogUnavailable
 from streamrft.streams.log import Limits, Log, open_log
 
 
@@ -72,7 +72,7 @@ def copier(log: Log, group: str, name: str, source: str, target: str) -> None:
                     for record in records:
                         producer.send(target, record.value, key=record.key)
                     producer.send_positions(consumer, consumer.positions())
-        except Fenced as error:
+        except (Fenced, LogUnavailable) as error:
             say(fenced=str(error))
             consumer.close()
 
