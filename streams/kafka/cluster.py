@@ -12,7 +12,6 @@ from typing import Any
 
 from confluent_kafka import (
     Consumer,
-    ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaError,
     KafkaException,
@@ -52,13 +51,10 @@ class Cluster:
         """
         self.options = options
         self.faults = Faults(options.servers)
-        self.admin = self._new_admin()
-        self._left_behind: list[AdminClient] = []
+        self.admin = self._made(lambda settings: AdminClient(settings, logger=logger), {})
+        self._askers: dict[str, Consumer] = {}
         self._group_protocol = options.group_protocol
         self._connect()
-
-    def _new_admin(self) -> AdminClient:
-        return self._made(lambda settings: AdminClient(settings, logger=logger), {})
 
     def producer(self, settings: Mapping[str, Any] | None = None) -> Producer:
         """A producer with the promises of the port."""
@@ -137,40 +133,44 @@ class Cluster:
         return self._patient(ask, topics={p.topic for p in wanted})
 
     def committed(
-        self, group: str, partitions: Iterable[Partition], *, stable: bool
+        self, group: str, partitions: Iterable[Partition], member: Consumer | None = None
     ) -> dict[Partition, int]:
-        """A group's stored offsets. `stable` waits for transactions that may still move them."""
+        """A group's stored offsets; a member waits for transactions that may still move them.
+
+        Not asked of the admin client: librdkafka 2.16 aborts the process when a coordinator is
+        restarted meanwhile.
+        """
         wanted = [TopicPartition(*p) for p in partitions]
         if not wanted:
             return {}
+        client = member if member is not None else self._asker(group)
 
         def ask() -> dict[Partition, int]:
-            asked = self.admin.list_consumer_group_offsets(
-                [ConsumerGroupTopicPartitions(group, wanted)],
-                require_stable=stable,
-                request_timeout=_COORDINATOR_S,
-            )
             try:
-                found = self.result(asked[group], f"group {group!r}").topic_partitions
-            except LogUnavailable:
-                self._leave_admin_behind()
-                raise
+                found = client.committed(wanted, timeout=_COORDINATOR_S)
+            except KafkaException as raised:
+                said = client.poll(0) if member is None else None
+                error = (said.error() if said is not None else None) or raised.args[0]
+                raise self.faults.translated(error, f"group {group!r}") from raised
             for at in found:
                 if at.error is not None:
                     raise self.faults.translated(at.error, f"group {group!r}, {at.topic}")
             return {Partition(at.topic, at.partition): at.offset for at in found if at.offset >= 0}
 
-        return self._patient(ask, _STABLE_S if stable else 2 * _COORDINATOR_S)
+        return self._patient(ask, _STABLE_S if member is not None else 2 * _COORDINATOR_S)
 
-    def _leave_admin_behind(self) -> None:
-        """A client of librdkafka 2.16 never finds a coordinator again that was restarted.
+    def _asker(self, group: str) -> Consumer:
+        """A client that only asks for the offsets of a group, kept for the next time."""
+        if group not in self._askers:
+            settings = {"group.id": group, "isolation.level": "read_uncommitted"}
+            self._askers[group] = self.consumer(settings)
+        return self._askers[group]
 
-        It is kept, unused: destroying it with a request on its way is not safe.
-        """
-        with suppress(KafkaException):  # nobody answers at all: another client would not help
-            self.admin.list_topics(timeout=_SLICE_S)
-            self._left_behind.append(self.admin)
-            self.admin = self._new_admin()
+    def close(self) -> None:
+        """Release the clients that only ask."""
+        for client in self._askers.values():
+            client.close()
+        self._askers.clear()
 
     def _patient(
         self, ask: Callable[[], Any], patience_s: float = REQUEST_S, topics: Iterable[str] = ()

@@ -337,7 +337,8 @@ class KafkaConsumer:
             raise LogError("committed: this consumer has no group; name one")
         wanted = [Partition(*p) for p in partitions]
         self._topics.demand(wanted)
-        return self._cluster.committed(self._group, wanted, stable=bool(self._subscribed))
+        member = self._client if self._subscribed else None
+        return self._cluster.committed(self._group, wanted, member)
 
     def close(self) -> None:
         """See `Consumer.close`. A member with a name keeps its shares for its session."""

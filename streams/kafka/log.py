@@ -122,3 +122,4 @@ class KafkaLog:
         self._roles.close()
         self._reader.close()
         self._plain.close()
+        self._cluster.close()

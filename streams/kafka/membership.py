@@ -103,7 +103,7 @@ class Membership:
     def _assigned(self, client: Consumer, found: list[TopicPartition]) -> None:
         partitions = sorted(Partition(at.topic, at.partition) for at in found)
         try:
-            starts = self._starts(partitions)
+            starts = self._starts(client, partitions)
         except LogError as error:
             self._failure = error
             return
@@ -118,9 +118,9 @@ class Membership:
         if partitions and self._on_assign is not None:
             self._on_assign(partitions)
 
-    def _starts(self, partitions: list[Partition]) -> dict[Partition, int]:
+    def _starts(self, client: Consumer, partitions: list[Partition]) -> dict[Partition, int]:
         """The group's committed positions, or the first kept records."""
-        stored = self._cluster.committed(self._group, partitions, stable=True)
+        stored = self._cluster.committed(self._group, partitions, client)
         fresh = self._cluster.begins(p for p in partitions if p not in stored)
         return {p: stored[p] if p in stored else fresh[p] for p in partitions}
 
