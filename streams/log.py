@@ -70,6 +70,27 @@ class TopicInfo:
 
 
 @dataclass(frozen=True)
+class TopicState:
+    """How a log keeps a topic.
+
+    `settings` by Kafka's names on every log; always `cleanup.policy`, `retention.ms` (-1: for
+    ever) and `max.message.bytes`. `replication`: copies of each record, None where it is the log's
+    default or means nothing.
+    """
+
+    num_partitions: int
+    settings: Mapping[str, str]
+    replication: int | None = None
+
+
+class TopicSize(NamedTuple):
+    """What lies on a topic now."""
+
+    num_records: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Lease:
     """A role held by one process. Each holder's `epoch` is higher than all before it.
 
@@ -228,6 +249,31 @@ class Log(Protocol):
 
     def describe(self, topics: Iterable[str] | None = None) -> dict[str, TopicInfo]:
         """Named topics, or all. Raises UnknownTopic."""
+        ...
+
+    def state_for(self, spec: TopicSpec) -> TopicState:
+        """How `ensure_topics` would create it here. Asks nobody."""
+        ...
+
+    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
+        """How named topics, or all, are kept, also those that others made. Raises UnknownTopic."""
+        ...
+
+    def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:
+        """What lies on topics, counted; only those of which the log can tell. Slow."""
+        ...
+
+    def alter_topic(
+        self, topic: str, *, num_partitions: int | None = None, settings: Mapping[str, str] = {}
+    ) -> None:
+        """Change partitions and settings, whatever that deletes or moves. Idempotent.
+
+        Processes that have the topic open see it when they open the log again.
+
+        Raises:
+            UnknownTopic: no such topic.
+            LogError: fewer partitions than there are, or a setting that this log does not have.
+        """
         ...
 
     def delete_topic(self, topic: str) -> None:

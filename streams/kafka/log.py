@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from confluent_kafka.admin import OffsetSpec
 
-from ..log import Lease, Limits, Partition, Position, Record, TopicInfo, TopicSpec
+from ..log import (
+    Lease,
+    Limits,
+    Partition,
+    Position,
+    Record,
+    TopicInfo,
+    TopicSize,
+    TopicSpec,
+    TopicState,
+)
 from .cluster import Cluster
 from .consumer import KafkaConsumer
+from .keeping import Keeping
 from .options import Options
 from .producer import Fence, KafkaProducer
 from .reader import ExactReader
@@ -35,6 +46,7 @@ class KafkaLog:
         self._url, self._limits = url, limits
         self._cluster = Cluster(Options.of(url, limits))
         self._topics = Topics(self._cluster)
+        self._keeping = Keeping(self._cluster, self._topics)
         self._plain = Idempotent(self._cluster)
         self._roles = Roles(self._cluster, self._topics, self._plain)
         self._reader = ExactReader(self._cluster, self._topics)
@@ -48,6 +60,24 @@ class KafkaLog:
     def describe(self, topics: Iterable[str] | None = None) -> dict[str, TopicInfo]:
         """See `Log.describe`."""
         return self._topics.describe(topics)
+
+    def state_for(self, spec: TopicSpec) -> TopicState:
+        """See `Log.state_for`."""
+        return self._keeping.state_for(spec)
+
+    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
+        """See `Log.topic_states`."""
+        return self._keeping.states(topics)
+
+    def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:
+        """See `Log.topic_sizes`. The client cannot ask the brokers, so nothing is told."""
+        return {}
+
+    def alter_topic(
+        self, topic: str, *, num_partitions: int | None = None, settings: Mapping[str, str] = {}
+    ) -> None:
+        """See `Log.alter_topic`."""
+        self._keeping.alter(topic, num_partitions, settings)
 
     def delete_topic(self, topic: str) -> None:
         """See `Log.delete_topic`."""

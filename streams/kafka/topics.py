@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -105,8 +105,8 @@ class Topics:
         found = self.await_topics(wanted)
         for name, spec in wanted.items():
             _demand_same(found[name], spec)
-            if found[name] != spec:
-                self._alter(spec)
+            if found[name] != (made := self._as_made(spec)):
+                self._alter(spec, made)
 
     def await_topics(self, names: Iterable[str]) -> dict[str, TopicSpec]:
         """The topics of these names, once every broker knows them."""
@@ -123,7 +123,7 @@ class Topics:
                     spec.name,
                     num_partitions=spec.num_partitions,
                     replication_factor=options.replication,
-                    config={**_config(spec), **options.topic},
+                    config=self.config_of(spec),
                 )
                 for spec in specs
             ],
@@ -136,22 +136,33 @@ class Topics:
                 if raised.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise self._cluster.faults.translated(raised.args[0], name) from raised
 
-    def _alter(self, spec: TopicSpec) -> None:
+    def config_of(self, spec: TopicSpec) -> dict[str, str]:
+        """Properties that a topic is created with: the options' own win."""
+        return {**_config(spec), **self._cluster.options.topic}
+
+    def _as_made(self, spec: TopicSpec) -> TopicSpec:
+        return _spec(spec.name, spec.num_partitions, self.config_of(spec))
+
+    def set_config(self, name: str, config: Mapping[str, str]) -> None:
+        """Set properties of a topic. The brokers know of them a moment later."""
         entries = [
-            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-            for name, value in _config(spec).items()
-            if name != "cleanup.policy"
+            ConfigEntry(setting, value, incremental_operation=AlterConfigOpType.SET)
+            for setting, value in config.items()
         ]
-        resource = ConfigResource(ResourceType.TOPIC, spec.name, incremental_configs=entries)
+        resource = ConfigResource(ResourceType.TOPIC, name, incremental_configs=entries)
         (future,) = self._cluster.admin.incremental_alter_configs([resource]).values()
+        self._cluster.result(future, name)
+
+    def _alter(self, spec: TopicSpec, made: TopicSpec) -> None:
+        config = {n: v for n, v in self.config_of(spec).items() if n != "cleanup.policy"}
         try:
-            self._cluster.result(future, spec.name)
+            self.set_config(spec.name, config)
         except AccessDenied as error:
             raise AccessDenied(
                 f"{error} Its retention or size limit differs from the configuration: found "
                 f"{self._known[spec.name]}, wanted {spec}."
             ) from error
-        _until(lambda: self.look_up([spec.name])[spec.name] == spec or _again(), spec.name)
+        until_seen(lambda: self.look_up([spec.name])[spec.name] == made, spec.name)
 
     def describe(self, names: Iterable[str] | None) -> dict[str, TopicInfo]:
         """Named topics, or all that are not Kafka's own."""
@@ -180,7 +191,7 @@ class Topics:
             if raised.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 return
             raise self._cluster.faults.translated(raised.args[0], name) from raised
-        _until(lambda: self._is_gone(name) or _again(), f"{name} to be removed")
+        until_seen(lambda: self._is_gone(name), f"{name} to be removed")
 
     def _is_gone(self, name: str) -> bool:
         try:
@@ -194,8 +205,14 @@ class _Again(LogError):
     """Not yet."""
 
 
-def _again() -> Any:
-    raise _Again("not yet")
+def until_seen(is_seen: Callable[[], bool], what: str) -> None:
+    """Wait until it is true. Raises LogError at the deadline."""
+
+    def ask() -> None:
+        if not is_seen():
+            raise _Again("not yet")
+
+    _until(ask, what)
 
 
 def _until(ask: Callable[[], Any], what: str) -> Any:
@@ -232,7 +249,7 @@ def _spec(name: str, num_partitions: int, settings: dict[str, str]) -> TopicSpec
         num_partitions,
         "compact" if "compact" in settings["cleanup.policy"].split(",") else "delete",
         None if kept == _FOREVER else int(kept),
-        int(settings["max.message.bytes"]) - RECORD_MARGIN_BYTES,
+        max(0, int(settings["max.message.bytes"]) - RECORD_MARGIN_BYTES),
     )
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...schemas.errors import ConfigError
-from ..log import Lease, Limits, Partition, Position, Record, TopicInfo, TopicSpec
+from ..log import (
+    Lease,
+    Limits,
+    Partition,
+    Position,
+    Record,
+    TopicInfo,
+    TopicSize,
+    TopicSpec,
+    TopicState,
+)
 from .consumer import SqliteConsumer
+from .keeping import Keeping, state_of
 from .producer import SqliteProducer
 from .records import read_exact
 from .roles import Roles
@@ -41,6 +52,7 @@ class SqliteLog:
         self._url, self._limits = url, limits
         self._store = Store(Path(path), options["busy_timeout_ms"])
         self._topics = TopicTable(self._store)
+        self._keeping = Keeping(self._store, self._topics)
         self._roles = Roles(self._store)
         self._upkeep = Upkeep(self._store, options["tombstone_ms"])
         self._consumers: list[SqliteConsumer] = []
@@ -52,6 +64,24 @@ class SqliteLog:
     def describe(self, topics: Iterable[str] | None = None) -> dict[str, TopicInfo]:
         """See `Log.describe`."""
         return self._topics.describe(topics)
+
+    def state_for(self, spec: TopicSpec) -> TopicState:
+        """See `Log.state_for`."""
+        return state_of(spec)
+
+    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
+        """See `Log.topic_states`."""
+        return {name: state_of(info.spec) for name, info in self.describe(topics).items()}
+
+    def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:
+        """See `Log.topic_sizes`."""
+        return self._keeping.sizes(topics)
+
+    def alter_topic(
+        self, topic: str, *, num_partitions: int | None = None, settings: Mapping[str, str] = {}
+    ) -> None:
+        """See `Log.alter_topic`."""
+        self._keeping.alter(topic, num_partitions, settings)
 
     def delete_topic(self, topic: str) -> None:
         """See `Log.delete_topic`."""
