@@ -46,6 +46,8 @@ class Books(msgspec.Struct):
     """The fold as plain data: what is open, what is settled, and the counts.
 
     `missed`: partitions by topic of which retention deleted records before they were read.
+    `unreadable`: offsets of `trajectories` that are no events and wait for their dead letter;
+    `told`: offsets of dead letters that were read before their record.
     """
 
     branch: str = "main"
@@ -56,6 +58,7 @@ class Books(msgspec.Struct):
     num_amended: int = 0
     num_dead_letters: int = 0
     unreadable: dict[str, list[int]] = {}
+    told: dict[str, set[int]] = {}
     faults: list[str] = []
     cuts: dict[str, int] = {}
     missed: dict[str, list[int]] = {}
@@ -123,7 +126,11 @@ class Ledger:
 
     def on_unreadable(self, at: Position) -> None:
         """A record of `trajectories` that is no event: only a dead letter tells of it."""
-        self.books.unreadable.setdefault(str(at.partition), []).append(at.offset)
+        told = self.books.told.get(str(at.partition), set())
+        if at.offset in told:
+            told.remove(at.offset)
+        else:
+            self.books.unreadable.setdefault(str(at.partition), []).append(at.offset)
 
     def on_experience(self, experience: ev.Experience, offset: int) -> None:
         """A record of `experiences`; an amendment changes no state."""
@@ -163,9 +170,13 @@ class Ledger:
     def on_dead_letter(self, letter: ev.DeadLetter, *, of_trajectories: bool) -> None:
         """A record of `dead_letters`."""
         self.books.num_dead_letters += 1
+        if not of_trajectories:
+            return
         offsets = self.books.unreadable.get(str(letter.partition), [])
-        if of_trajectories and letter.offset in offsets:
+        if letter.offset in offsets:
             offsets.remove(letter.offset)
+        else:
+            self.books.told.setdefault(str(letter.partition), set()).add(letter.offset)
 
     def balance(
         self,

@@ -246,17 +246,29 @@ def test_a_refused_record_that_nobody_can_read_counts_by_its_drop() -> None:
     assert (found.produced, found.states["invalid"]) == (2, 1)
 
 
+def test_a_dead_letter_that_is_read_before_its_record_tells_of_it() -> None:
+    ledger = Ledger(MAIN)
+    ledger.on_dead_letter(letter_of(7), of_trajectories=True)
+    ledger.on_unreadable(Position("p.n.trajectories", 0, 7))
+    assert ledger.balance({0: 8}, (), {}, {}, {}).is_balanced
+    ledger.on_unreadable(Position("p.n.trajectories", 1, 7))
+    assert not ledger.balance({0: 8, 1: 8}, (), {}, {}, {}).is_balanced
+
+
+def letter_of(offset: int) -> ev.DeadLetter:
+    return ev.DeadLetter(
+        topic="p.n.trajectories", partition=0, offset=offset, key=None, value=None, headers={},
+        error="", reader="join-0", produced_at=0,
+    )  # fmt: skip
+
+
 def test_an_unreadable_record_needs_a_dead_letter() -> None:
     ledger = Ledger(MAIN)
     ledger.on_unreadable(Position("p.n.trajectories", 0, 7))
     assert ledger.balance({0: 7}, (), {}, {}, {}).is_balanced, "the join has not read it yet"
     found = ledger.balance({0: 8}, (), {}, {}, {})
     assert found.faults == ("trajectories[0]@7: no event and no dead letter",)
-    letter = ev.DeadLetter(
-        topic="p.n.trajectories", partition=0, offset=7, key=None, value=None, headers={},
-        error="", reader="join-0", produced_at=0,
-    )  # fmt: skip
-    ledger.on_dead_letter(letter, of_trajectories=True)
+    ledger.on_dead_letter(letter_of(7), of_trajectories=True)
     assert ledger.balance({0: 8}, (), {}, {}, {}).is_balanced
     assert ledger.balance({0: 8}, (), {}, {}, {}).num_dead_letters == 1
 
