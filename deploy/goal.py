@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from ..schemas import events as ev
 from ..schemas.errors import ConfigError
 from ..streams.lineage import Lineage, surviving_lineage
 from ..streams.log import Log, Partition
+from ..streams.outbox import read_state
 from ..streams.reading import begins, read_events, read_to_end
 from .plan import Stage
 
@@ -111,18 +112,33 @@ def _judge_exploring(log: Log, stage: Stage) -> Verdict:
     ended = [e for e in read_events(log, stage.topics, "tasks") if isinstance(e, ev.Ended)]
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
-    for name, group in ((tasks, "explorers"), (trajectories, "join")):
-        if _has_unread(log, name, f"{stage.namespace}.{group}"):
-            return Verdict(f"records of {name} are not read by {group}")
+    if _has_unread(log, _committed(log, tasks, f"{stage.namespace}.explorers")):
+        return Verdict(f"records of {tasks} are not read by the explorers")
+    if _has_unread(log, begins(log, trajectories) | _joined(log, stage)):
+        return Verdict(f"records of {trajectories} are not read by the join")
     return Verdict()
 
 
-def _has_unread(log: Log, topic: str, group: str) -> bool:
-    """Whether a record lies behind a group's committed positions, not just a hole."""
-    starts = begins(log, topic)
+def _committed(log: Log, topic: str, group: str) -> dict[Partition, int]:
     consumer = log.consumer(group=group)
+    starts = begins(log, topic)
     starts |= consumer.committed(starts)
     consumer.close()
+    return starts
+
+
+def _joined(log: Log, stage: Stage) -> dict[Partition, int]:
+    """Next offsets of `trajectories` that are a part of the join's state."""
+    topics, found = stage.topics, {}
+    for partition in range(topics.num_partitions):
+        at = read_state(log, topics, partition).positions.get("trajectories")
+        if at is not None:
+            found[Partition(topics.name("trajectories"), partition)] = at
+    return found
+
+
+def _has_unread(log: Log, starts: Mapping[Partition, int]) -> bool:
+    """Whether a record lies behind these positions, not just a hole."""
     ends = log.end_offsets(starts)
     left = {p: at for p, at in starts.items() if at < ends[p]}
     return bool(left) and next(read_to_end(log, left), None) is not None

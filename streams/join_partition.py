@@ -101,13 +101,15 @@ class PartitionJoin:
         self.out.event("clock", event, partition=self.partition)
         self.tick(time_ms)
 
-    def finish(self) -> Outbox:
-        """The batch's records with the state that they change; a new batch begins."""
+    def finish(self, positions: Mapping[str, int]) -> Outbox:
+        """The batch's records with the state that they change; a new batch begins.
+
+        `positions`: by topic, the next offset that was not applied; a part of the state.
+        """
         for group_id, state in self.join.take_changes().items():
             self.out.add(Outgoing("join_state", group_id.encode(), state, self.partition))
-        self.out.add(
-            Outgoing("join_state", COUNTERS_KEY, encode_counters(self.counters()), self.partition)
-        )
+        counters = encode_counters(self.counters(), positions)
+        self.out.add(Outgoing("join_state", COUNTERS_KEY, counters, self.partition))
         out, self.out = self.out, Outbox(self._topics)
         return out
 

@@ -7,7 +7,9 @@ Layout of the compacted topic `join_state`, one record a key, partition by parti
   read and what became of them, trajectories read, repeats, groups closed, amended), dead_letters,
   experiences and drops written, and the sizes of the open state: open_groups, pending
   (trajectories without a final state), early (rewards without a final count), remembered, and
-  time_ms, the stream time. Sums over the partitions are the run's.
+  time_ms, the stream time. Sums over the partitions are the run's. `next.<topic>` is the next
+  offset of that topic which the state does not hold: positions are a part of the state, so they
+  are never ahead of it nor behind, whichever shell wrote it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .log import Log, Partition, Producer
 from .reading import begins, read_to_end
 
 COUNTERS_KEY = b"__counters__"
+_NEXT = "next."
 
 Headers = Iterable[tuple[str, bytes]]
 
@@ -69,27 +72,43 @@ class Outbox:
             )
 
 
-def encode_counters(counters: Mapping[str, int]) -> bytes:
+class JoinState(NamedTuple):
+    """What the log holds of one partition of the join.
+
+    `groups`: encoded `join_state.Group`s; `positions`: next offsets by topic, none before the
+    first batch.
+    """
+
+    groups: list[bytes]
+    counters: dict[str, int]
+    positions: dict[str, int]
+
+
+def encode_counters(counters: Mapping[str, int], positions: Mapping[str, int]) -> bytes:
     """The value under COUNTERS_KEY."""
-    return msgspec.msgpack.encode(dict(counters))
+    return msgspec.msgpack.encode(
+        {**counters, **{_NEXT + topic: offset for topic, offset in positions.items()}}
+    )
 
 
-def read_state(log: Log, topics: Topics, partition: int) -> tuple[list[bytes], dict[str, int]]:
-    """The last state of every group of one partition, and its counters; both may be empty.
+def read_state(log: Log, topics: Topics, partition: int) -> JoinState:
+    """The last state of every group of one partition, its counters and positions.
 
     Raises:
         LogUnavailable: the end could not be reached; try again.
     """
     latest = _read_latest(log, Partition(topics.name("join_state"), partition))
-    counters = latest.pop(COUNTERS_KEY, None)
-    return list(latest.values()), msgspec.msgpack.decode(counters or b"\x80", type=dict[str, int])
+    value = latest.pop(COUNTERS_KEY, None) or b"\x80"
+    found = msgspec.msgpack.decode(value, type=dict[str, int])
+    positions = {n.removeprefix(_NEXT): found.pop(n) for n in list(found) if n.startswith(_NEXT)}
+    return JoinState(list(latest.values()), found, positions)
 
 
 def read_counters(log: Log, topics: Topics) -> dict[str, int]:
     """The run's counters: the sum over all partitions (time_ms: the oldest)."""
     total: dict[str, int] = {}
     for partition in range(topics.partitions("join_state")):
-        for name, value in read_state(log, topics, partition)[1].items():
+        for name, value in read_state(log, topics, partition).counters.items():
             if name == "time_ms":
                 total[name] = min(total.get(name, value), value)
             else:

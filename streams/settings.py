@@ -17,8 +17,9 @@ class OperatorSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Join, filters and priority of one run."""
+    """Join, filters and priority of one run. `engine`: the shell, see `worker`."""
 
+    engine: Literal["native", "faust"] = "native"
     on_deadline: Literal["partial", "default", "drop"] = "partial"
     default_reward: float = 0.0
     min_group_size: int = 1

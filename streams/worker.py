@@ -1,9 +1,10 @@
-"""The native shell of the join: consume, join, build and commit in one transaction of the log.
+"""The join worker: consume, join, build and commit in one transaction of the log.
 
 Everything that a batch decides (experiences, drops, dead letters, clock events, rewards sent on,
 the state of the groups it touched, counters and positions) becomes visible together or not at
 all, so a worker killed anywhere goes on exactly once. The layout of the state topic, which
-`status` reads, is described in `outbox`.
+`status` reads, is described in `outbox`. How records come and what fences a successor is the
+business of a shell: the native one, on the log port alone, is here; `faust` has the other.
 """
 
 from __future__ import annotations
@@ -11,24 +12,55 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from ..schemas.errors import Fenced, StreamrftError
 from ..schemas.events import now_ms
 from . import faults
 from .feeds import Feed, HistoryFeed, LiveFeed
 from .join_partition import PartitionJoin
-from .log import Partition, Record
+from .log import Consumer, Partition, Record
 from .outbox import Outbox, read_state
 from .pipeline import Pipeline
-from .process import Process, until_answered
+from .process import Process
 from .settings import StreamSettings
 
 logger = logging.getLogger("streamrft")
 
 POLL_MS, POLL_WITH_DEADLINES_MS = 500, 100
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
+FIRST_BACKOFF_S, FENCED_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 1.0, 5.0
 METRICS_INTERVAL_S = 1.0
+GROUP = "join"
+
+
+class Batch(NamedTuple):
+    """What one partition wrote, and the next offsets that it stands at with that."""
+
+    outbox: Outbox
+    positions: dict[Partition, int]
+
+
+class Shell(Protocol):
+    """Where records come from, and how a batch becomes durable. Of the worker's thread."""
+
+    consumer: Consumer
+
+    def claim(self, partition: int) -> None:
+        """Called before a partition's state is read: no earlier owner can write it any more."""
+        ...
+
+    def commit(self, batches: Mapping[int, Batch]) -> dict[int, StreamrftError]:
+        """Make batches durable, each with its positions; the error of each that is not."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """What is seen of the shell itself."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group at once."""
+        ...
 
 
 def run_join(process: Process, settings: StreamSettings) -> None:
@@ -38,42 +70,89 @@ def run_join(process: Process, settings: StreamSettings) -> None:
         ConfigError: an unknown filter or priority.
         StreamrftError: one that no retry can mend, such as a position lost to retention.
     """
-    worker = JoinWorker(process, settings)
+    shell = _shell(process, settings)
     try:
-        worker.run()
+        JoinWorker(process, settings, shell).run()
     finally:
-        worker.close()
+        shell.close()
+
+
+def _shell(process: Process, settings: StreamSettings) -> Shell:
+    if settings.engine == "native":
+        return NativeShell(process)
+    from .faust.shell import FaustShell
+
+    return FaustShell(process)
+
+
+class NativeShell:
+    """The log port alone: outputs, state and the group's positions in one transaction."""
+
+    def __init__(self, process: Process) -> None:
+        log = process.log
+        self.consumer = log.consumer(
+            group=f"{process.topics.namespace}.{GROUP}", member=process.name
+        )
+        self._producer = log.producer()
+
+    def claim(self, partition: int) -> None:
+        """See `Shell.claim`. The group's generation fences, when positions are committed."""
+
+    def commit(self, batches: Mapping[int, Batch]) -> dict[int, StreamrftError]:
+        """See `Shell.commit`. All batches in one transaction."""
+        positions: dict[Partition, int] = {}
+        try:
+            with self._producer.transaction():
+                for batch in batches.values():
+                    batch.outbox.send_all(self._producer)
+                    positions |= batch.positions
+                faults.reach("join.before_commit")
+                self._producer.send_positions(self.consumer, positions)
+        except StreamrftError as error:
+            if not (error.retriable or isinstance(error, Fenced)):
+                raise
+            return dict.fromkeys(batches, error)
+        return {}
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `Shell.metrics`."""
+        return {}
+
+    def close(self) -> None:
+        """See `Shell.close`."""
+        self.consumer.close()
+        self._producer.close()
 
 
 class _Held:
-    """A partition that waits after a retriable error."""
+    """A partition that waits after an error that may pass."""
 
     def __init__(self) -> None:
         self.num_failures, self.until, self.reason = 0, 0.0, ""
 
     def fail(self, error: Exception) -> None:
         self.num_failures += 1
-        pause = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_failures - 1, 10))
+        # whoever was fenced may not know yet that its partition went to another
+        first = FENCED_BACKOFF_S if isinstance(error, Fenced) else FIRST_BACKOFF_S
+        pause = min(LONGEST_BACKOFF_S, first * 2 ** min(self.num_failures - 1, 10))
         self.until, self.reason = time.monotonic() + pause, str(error)
 
 
 class JoinWorker:
     """One member of the group `<namespace>.join`. Owned by the thread that owns the log.
 
-    A partition: assigned -> restored -> running <-> held (a retriable error, with back-off)
+    A partition: assigned -> restored -> running <-> held (an error that may pass, with back-off)
     """
 
-    def __init__(self, process: Process, settings: StreamSettings) -> None:
-        self._process, self._settings = process, settings
+    def __init__(self, process: Process, settings: StreamSettings, shell: Shell) -> None:
+        self._process, self._settings, self._shell = process, settings, shell
         self._log, self._topics = process.log, process.topics
         self._pipeline = Pipeline(settings)
         self._feed_type = LiveFeed if settings.time == "wall" else HistoryFeed
-        self._consumer = self._log.consumer(
-            group=f"{self._topics.namespace}.join", member=process.name
-        )
-        self._producer = self._log.producer()
+        self._consumer = shell.consumer
         self._units: dict[int, tuple[PartitionJoin, Feed]] = {}
         self._held: dict[int, _Held] = {}
+        self._rewound: set[int] = set()
         self._metrics_at = 0.0
 
     def run(self) -> None:
@@ -83,69 +162,69 @@ class JoinWorker:
         while not self._process.is_stopping:
             try:
                 records = self._consumer.poll(self._settings.batch_records, self._poll_ms())
-                is_moved = self._turn(records)
             except StreamrftError as error:
                 if not (error.retriable or isinstance(error, Fenced)):
                     raise
-                self._rewind_all(error)
+                logger.warning("%s: batch given up: %s", self._process.name, error)
+                self._rewind(self._assigned())
+                self._process.idle(f"the log: {error}")
+                time.sleep(FIRST_BACKOFF_S)
                 continue
-            self._say(is_moved)
-
-    def close(self) -> None:
-        """Leave the group at once."""
-        self._consumer.close()
-        self._producer.close()
+            self._say(self._turn(records))
 
     def _poll_ms(self) -> int:
         needs_time = any(feed.needs_time(unit) for unit, feed in self._units.values())
         return POLL_WITH_DEADLINES_MS if needs_time or self._held else POLL_MS
 
     def _turn(self, records: list[Record]) -> bool:
-        """One batch: each partition by itself, then one transaction for all that went well."""
+        """One batch: each partition by itself; what went well is committed."""
         by_partition: dict[int, list[Record]] = defaultdict(list)
         for record in records:
             by_partition[record.partition].append(record)
-        moved: dict[int, Outbox] = {}
+        moved: dict[int, Batch] = {}
         now = now_ms()
         for partition in self._assigned():
             if not self._is_ready(partition):
                 continue
             was_running = partition in self._units
             try:
-                outbox = self._work(partition, by_partition[partition], now)
+                batch = self._work(partition, by_partition[partition], now)
             except StreamrftError as error:
-                if not error.retriable:
+                if not (error.retriable or isinstance(error, Fenced)):
                     raise
                 self._hold(partition, error)
                 continue
-            if outbox is not None:
-                moved[partition] = outbox
+            if batch is not None:
+                moved[partition] = batch
             elif was_running:
                 self._held.pop(partition, None)
         if moved:
             self._commit(moved)
         return bool(moved)
 
-    def _work(self, partition: int, records: list[Record], now: int) -> Outbox | None:
-        if partition not in self._units:
-            self._units[partition] = self._restore(partition)
+    def _work(self, partition: int, records: list[Record], now: int) -> Batch | None:
+        if partition not in self._units and self._restore(partition):
+            records = []
         unit, feed = self._units[partition]
         unit.now_ms = now
-        return unit.finish() if feed.advance(unit, records, now) else None
+        if not feed.advance(unit, records, now):
+            return None
+        positions = feed.positions()
+        return Batch(unit.finish({t: positions[s] for t, s in self._places(partition)}), positions)
 
-    def _commit(self, moved: dict[int, Outbox]) -> None:
-        positions: dict[Partition, int] = {}
-        with self._producer.transaction():
-            for partition, outbox in moved.items():
-                outbox.send_all(self._producer)
-                positions |= self._units[partition][1].positions()
-            faults.reach("join.before_commit")
-            self._producer.send_positions(self._consumer, positions)
-        faults.reach("join.committed")
-        for partition in moved:
+    def _commit(self, moved: dict[int, Batch]) -> None:
+        failed = self._shell.commit(moved)
+        for partition, error in failed.items():
+            logger.warning("%s: batch given up: %s", self._process.name, error)
+            self._hold(partition, error)
+        if not failed:
+            faults.reach("join.committed")
+        for partition in moved.keys() - failed:
             self._held.pop(partition, None)
 
-    def _restore(self, partition: int) -> tuple[PartitionJoin, Feed]:
+    def _restore(self, partition: int) -> bool:
+        """Make a partition's unit from the log; whether it has to be read anew from there."""
+        self._shell.claim(partition)
         unit = PartitionJoin(
             self._log,
             self._topics,
@@ -154,8 +233,33 @@ class JoinWorker:
             partition=partition,
             reader=self._process.name,
         )
-        unit.restore(*read_state(self._log, self._topics, partition))
-        return unit, self._feed_type(self._log, self._consumer, self._topics, partition)
+        state = read_state(self._log, self._topics, partition)
+        unit.restore(state.groups, state.counters)
+        is_moved = self._go_to(partition, state.positions)
+        feed = self._feed_type(self._log, self._consumer, self._topics, partition)
+        self._units[partition] = unit, feed
+        return is_moved
+
+    def _go_to(self, partition: int, positions: Mapping[str, int]) -> bool:
+        """Read on where the state ends; whether the consumer stood elsewhere."""
+        at = self._consumer.positions()
+        moved = False
+        for topic, source in self._places(partition):
+            wanted = positions.get(topic)
+            if wanted is None:
+                wanted = self._first(source)
+            if partition in self._rewound or at.get(source) != wanted:
+                self._consumer.seek(source, wanted)
+                moved = True
+        self._rewound.discard(partition)
+        return moved
+
+    def _first(self, source: Partition) -> int:
+        """Where a partition without state begins."""
+        committed = self._consumer.committed([source]).get(source)
+        if committed is not None:
+            return committed
+        return self._log.describe([source.topic])[source.topic].begin[source.partition]
 
     def _is_ready(self, partition: int) -> bool:
         """Whether the partition runs; a held one is tried again when its pause is over."""
@@ -168,25 +272,16 @@ class JoinWorker:
         return True
 
     def _hold(self, partition: int, error: StreamrftError) -> None:
-        """Forget the batch of one partition: back to its committed positions, after a pause."""
+        """Forget the batch of one partition: back to its committed state, after a pause."""
         self._held.setdefault(partition, _Held()).fail(error)
         self._rewind([partition])
         self._consumer.pause(self._sources(partition))
 
-    def _rewind_all(self, error: StreamrftError) -> None:
-        """The batch of every partition is lost: drop the state, read again what is still ours."""
-        logger.warning("%s: batch given up: %s", self._process.name, error)
-        until_answered(lambda: self._rewind(self._assigned()), self._process.idle)
-
     def _rewind(self, partitions: Iterable[int]) -> None:
+        """The batch is lost: drop the state, to read it again from the log."""
         for partition in partitions:
-            sources = self._sources(partition)
-            committed = self._consumer.committed(sources)
-            begins = self._log.describe({source.topic for source in sources})
-            for source in sources:
-                first = begins[source.topic].begin[partition]
-                self._consumer.seek(source, committed.get(source, first))
             self._units.pop(partition, None)
+            self._rewound.add(partition)
 
     def _assigned(self) -> list[int]:
         return sorted({p.partition for p in self._consumer.assignment()})
@@ -194,10 +289,14 @@ class JoinWorker:
     def _sources(self, partition: int) -> list[Partition]:
         return [p for p in self._consumer.assignment() if p.partition == partition]
 
+    def _places(self, partition: int) -> list[tuple[str, Partition]]:
+        return [(t, Partition(self._topics.name(t), partition)) for t in self._feed_type.topics]
+
     def _on_revoke(self, partitions: list[Partition]) -> None:
         for _, partition in partitions:
             self._units.pop(partition, None)
             self._held.pop(partition, None)
+            self._rewound.discard(partition)
 
     def _say(self, is_moved: bool) -> None:
         now = time.monotonic()
@@ -215,10 +314,10 @@ class JoinWorker:
             self._process.idle("a share of the partitions")
 
     def _metrics(self) -> dict[str, float]:
-        """Counters of this worker's partitions, summed."""
+        """Counters of this worker's partitions, summed, and the shell's own."""
         total: dict[str, float] = defaultdict(float)
         for unit, _ in self._units.values():
             for name, value in unit.counters().items():
                 total[name] += value
         total.pop("time_ms", None)
-        return dict(total) | {"partitions": float(len(self._units))}
+        return {**total, **self._shell.metrics(), "partitions": float(len(self._units))}

@@ -70,8 +70,7 @@ class Counting:
         info = self._log.describe([trajectories])[trajectories]
         forked = len(self.lineage.segments) > 1
         finished = {} if forked else self._committed("experiences", "trainer")
-        joined = self._committed("trajectories", "join")
-        in_state, rewards = self._join_state()
+        joined, in_state, rewards = self._join_state()
         self._read("dead_letters", self._on_dead_letter)
         self._read("experiences", self._on_experience)
         self._read("drops", self._on_drop)
@@ -91,15 +90,17 @@ class Counting:
         consumer.close()
         return {p.partition: committed.get(p, 0) for p in places}
 
-    def _join_state(self) -> tuple[set[str], dict[str, int]]:
-        """Ids that the open state holds without an end, and rewards by outcome."""
+    def _join_state(self) -> tuple[dict[int, int], set[str], dict[str, int]]:
+        """The join's next offsets of `trajectories`, ids it holds without an end, and rewards."""
+        joined: dict[int, int] = {}
         pending: set[str] = set()
         counts: dict[str, int] = {name: 0 for name in _REWARD_OUTCOMES}
         for partition in range(self._topics.num_partitions):
-            states, counters = read_state(self._log, self._topics, partition)
+            state = read_state(self._log, self._topics, partition)
+            joined[partition] = state.positions.get("trajectories", 0)
             for name in counts:
-                counts[name] += counters.get(name, 0)
-            for value in states:
+                counts[name] += state.counters.get(name, 0)
+            for value in state.groups:
                 group = decode_group(value)
                 if not group.is_open:
                     continue
@@ -108,7 +109,7 @@ class Counting:
                     for slot, member in group.members.items()
                     if member.state == LIVE or slot == group.withheld
                 }
-        return pending, counts
+        return joined, pending, counts
 
     def _read(self, topic: str, take: Callable[[Record], None]) -> None:
         """Give `take` every record since the last call, to the end as it is now."""

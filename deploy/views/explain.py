@@ -175,7 +175,7 @@ def _waits(trajectory_id: str, group: Group) -> str:
 def _open_group(place: Place, group_id: str) -> Group | None:
     topics = place.stage.topics
     partition = partition_for(group_id.encode(), topics.num_partitions)
-    for value in read_state(place.log, topics, partition)[0]:
+    for value in read_state(place.log, topics, partition).groups:
         group = decode_group(value)
         if group.group_id == group_id:
             return group
