@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     produce.add_argument("topic", metavar="TOPIC", help="such as rewards")
     produce.add_argument("--file", default="-", help="JSON lines; - (default) is standard input")
+    _add_topics(commands)
     return parser
 
 
@@ -150,6 +151,34 @@ def _add_tail(
     )
     tail.add_argument("-n", type=_count, metavar="N", help="last N events (default 10)")
     tail.add_argument("-f", "--follow", action="store_true", help="go on as events come")
+
+
+def _add_topics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "compare a run's topics with the log, create and alter them"
+    topics = _add_family(commands, "topics", what)
+    what = "show what apply would change: exit 0 nothing, 3 changes, 4 some are refused"
+    planned = _add(topics, "plan", what, "views.topics:plan_command")
+    what = "show the same and do it: exit 0 done, 4 refused and nothing done"
+    applied = _add(topics, "apply", what, "views.topics:apply_command")
+    for parser in (planned, applied):
+        parser.add_argument(
+            "--allow-data-loss", action="store_true", help="changes that delete records"
+        )
+        parser.add_argument(
+            "--allow-moving-keys", action="store_true", help="more partitions of a topic in use"
+        )
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    what = "print every topic's partitions, settings, offsets and size"
+    described = _add(topics, "describe", what, "views.topics:describe_command")
+    described.add_argument("--json", action="store_true", help="one JSON object a topic")
+
+
+def _add_family(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """A command with commands of its own."""
+    parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    return parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
 
 def _count(text: str) -> int:

@@ -42,15 +42,17 @@ def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
         )
     log = run.open_log()
     try:
-        if stage_name is not None:
-            stage = run.stage(stage_name)
-        else:
-            stage = next((s for s in reversed(run.stages) if has_topics(log, s)), run.stages[0])
+        stage = current_stage(log, run) if stage_name is None else run.stage(stage_name)
         if not has_topics(log, stage):
             raise LogError(f"{run.log_url}: no topics of {stage.namespace} there yet.")
         yield Place(run, stage, log)
     finally:
         log.close()
+
+
+def current_stage(log: Log, run: Run) -> Stage:
+    """The stage that a run is in: the last that was started, the first before any was."""
+    return next((s for s in reversed(run.stages) if has_topics(log, s)), run.stages[0])
 
 
 def has_topics(log: Log, stage: Stage) -> bool:

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
 from kafka_broker import free_port
 from log_process import read, wait_for
 
@@ -253,3 +253,31 @@ def test_missing_topic_and_wrong_partition_counts_are_named(place, log, topic):
         log.offsets_at([Partition(topic, 7)], 0)
     with pytest.raises(LogError, match=r"exists with 4 partitions.*asked for 8"):
         log.ensure_topics([TopicSpec(topic, 8)])
+
+
+# --- topics that somebody else made
+
+
+def test_foreign_topic_is_read_as_it_is_and_altered_where_it_differs(place, log):
+    admin = AdminClient({"bootstrap.servers": place.url.removeprefix("kafka://")})
+    name = place.name("foreign")
+    config = {"cleanup.policy": "compact,delete", "retention.bytes": "1000000"}
+    (future,) = admin.create_topics([NewTopic(name, 2, 1, config=config)]).values()
+    future.result(10)
+    state = log.topic_states([name])[name]
+    assert state.num_partitions == 2 and state.replication == 1
+    assert state.settings["cleanup.policy"] == "compact,delete"
+    assert state.settings["retention.ms"] == "604800000"  # the broker's default, a week
+    assert state.settings["max.message.bytes"] == "1048588"
+    log.alter_topic(name, settings={"cleanup.policy": "delete", "retention.ms": "-1"})
+    spec = place.open().describe([name])[name].spec
+    assert (spec.cleanup, spec.retention_ms) == ("delete", None)
+    assert settings_of(place, name)["retention.bytes"] == "1000000"
+
+
+def test_property_of_the_options_outlasts_a_later_start(place):
+    log = place.open(options={"topic.retention.ms": "7200000"})
+    name = place.create(log, "held", 1, retention_ms=3_600_000, max_event_bytes=1_000)
+    place.create(log, "held", 1, retention_ms=3_600_000, max_event_bytes=2_000)
+    assert log.describe([name])[name].spec.retention_ms == 7_200_000
+    assert log.describe([name])[name].spec.max_event_bytes == 2_000

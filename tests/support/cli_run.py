@@ -43,6 +43,10 @@ class Cli:
     config: Path
     capsys: pytest.CaptureFixture[str]
 
+    def change(self, **sections: Any) -> None:
+        """Lay sections over the configuration file."""
+        self.config.write_text(json.dumps(json.loads(self.config.read_text()) | sections))
+
     def run(self, *words: str) -> tuple[int, str, str]:
         code = main([*words, "--config", str(self.config)])
         out, err = self.capsys.readouterr()
