@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: quickstart gsm8k test test-kafka check faults bench clean
+.PHONY: quickstart gsm8k kafka test test-kafka check faults bench clean
 
 quickstart: .venv/run
 	$(BIN)/python examples/quickstart/build.py
@@ -15,6 +15,11 @@ gsm8k: .venv/run
 	$(BIN)/python examples/grpo_gsm8k/smollm2.py
 	$(BIN)/streamrft run --config examples/grpo_gsm8k/gsm8k_cpu.yaml --plugin-dir examples/grpo_gsm8k/plugins
 	$(BIN)/streamrft status --config examples/grpo_gsm8k/gsm8k_cpu.yaml
+
+# a broker to try things on, at 127.0.0.1:$(KAFKA_PORT), until Ctrl-C; needs no .venv
+KAFKA_PORT ?= 9092
+kafka:
+	@$(PYTHON) -m deploy.kafka.serve --port $(KAFKA_PORT)
 
 test: .venv/dev
 	$(BIN)/python -m pytest

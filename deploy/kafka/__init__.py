@@ -1,0 +1,1 @@
+"""One Apache Kafka on this machine, to try things on: `make kafka`. A cluster is docs/kafka.md."""
