@@ -1,0 +1,77 @@
+"""Faust's shell of the join worker: its records, and a transaction a partition that fences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ...schemas.errors import ConfigError, Fenced, StreamrftError
+from .. import faults
+from ..faust_app import build
+from ..kafka.log import KafkaLog
+from ..kafka.producer import KafkaProducer
+from ..process import Process
+from ..worker import GROUP, Batch
+from .consumer import FaustConsumer
+from .exchange import Exchange
+from .membership import EmbeddedFaust, Membership
+
+
+class FaustShell:
+    """See `Shell`.
+
+    Each partition has a transactional id. A successor takes it before it reads the state, so that
+    a worker that was paused, or does not know yet that its partition went, cannot write any more.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        membership: Membership | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """`membership`, `exchange`: of an application that runs already."""
+        if not isinstance(process.log, KafkaLog):
+            raise ConfigError(
+                "streams.engine: faust reads Kafka only. Set event_log: kafka://host:9092, or "
+                "streams.engine: native."
+            )
+        self._log = process.log
+        self._group = f"{process.topics.namespace}.{GROUP}"
+        exchange = exchange or Exchange()
+        membership = membership or EmbeddedFaust(
+            partial(build, self._log.options, self._group), exchange
+        )
+        self.consumer = FaustConsumer(self._log, membership, exchange)
+        self._producers: dict[int, KafkaProducer] = {}
+
+    def claim(self, partition: int) -> None:
+        """See `Shell.claim`."""
+        self._producers.pop(partition, None)
+        self._producers[partition] = self._log.successor(f"{self._group}.{partition}")
+
+    def commit(self, batches: Mapping[int, Batch]) -> dict[int, StreamrftError]:
+        """See `Shell.commit`. One transaction a partition; its positions are in the state."""
+        failed: dict[int, StreamrftError] = {}
+        for partition, batch in batches.items():
+            producer = self._producers[partition]
+            try:
+                with producer.transaction():
+                    batch.outbox.send_all(producer)
+                    faults.reach("join.before_commit")
+            except StreamrftError as error:
+                if not (error.retriable or isinstance(error, Fenced)):
+                    raise
+                failed[partition] = error
+            else:
+                self.consumer.commit(batch.positions)
+        return failed
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `Shell.metrics`. Gaps are what Faust did not bring and the log had."""
+        return {f"faust/{name}": float(num) for name, num in self.consumer.metrics.items()}
+
+    def close(self) -> None:
+        """See `Shell.close`."""
+        self.consumer.close()
+        self._producers.clear()
