@@ -24,7 +24,8 @@ from .options import RECORD_MARGIN_BYTES
 _FOREVER = "-1"
 _SETTLE_S = 15.0
 _LONGEST_SEGMENT_MS = 7 * 24 * 3_600_000
-_COMPACTED = {"min.cleanable.dirty.ratio": "0.2", "segment.bytes": str(64 * 2**20)}
+# the newest segment is never compacted: small ones keep short what a restarted reader has to read
+_DIRTY_RATIO, _COMPACTED_SEGMENT_BYTES, _COMPACTED_SEGMENT_MS = "0.2", 16 * 2**20, 3_600_000
 
 
 class Topics:
@@ -239,7 +240,12 @@ def _config(spec: TopicSpec) -> dict[str, str]:
     }
     if spec.retention_ms is not None:
         found["segment.ms"] = str(max(1_000, min(_LONGEST_SEGMENT_MS, spec.retention_ms // 8)))
-    return found | (_COMPACTED if spec.cleanup == "compact" else {})
+    if spec.cleanup == "compact":
+        largest = spec.max_event_bytes + RECORD_MARGIN_BYTES
+        found["min.cleanable.dirty.ratio"] = _DIRTY_RATIO
+        found["segment.bytes"] = str(max(_COMPACTED_SEGMENT_BYTES, largest))
+        found.setdefault("segment.ms", str(_COMPACTED_SEGMENT_MS))
+    return found
 
 
 def _spec(name: str, num_partitions: int, settings: dict[str, str]) -> TopicSpec:

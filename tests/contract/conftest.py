@@ -18,6 +18,9 @@ ADAPTERS_OF = {
     "test_log_groups": ("sqlite", "kafka", "kafka-classic"),
     "test_log_sqlite": ("sqlite",),
     "test_kafka_log": ("kafka",),
+    "test_worker": ("sqlite", "kafka", "kafka-faust"),
+    "test_worker_history": ("sqlite", "kafka", "kafka-faust"),
+    "test_worker_poison": ("sqlite", "kafka", "kafka-faust"),
 }
 
 
@@ -25,7 +28,8 @@ ADAPTERS_OF = {
 class Place:
     """Where the log of one test lies; names are new in every test, so that a broker can be shared.
 
-    `session_ms` is the shortest session that the adapter allows in a test.
+    `session_ms` is the shortest session that the adapter allows in a test; `engine` is the shell
+    of join workers.
     """
 
     url: str
@@ -33,6 +37,8 @@ class Place:
     prefix: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     opened: list[Log] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
+    compacts_soon: dict[str, str] = field(default_factory=dict)
+    forgets_tombstones: dict[str, str] = field(default_factory=lambda: {"tombstone_ms": "0"})
 
     def name(self, name: str) -> str:
         """A topic, group or role of this test alone."""
@@ -61,8 +67,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         module = metafunc.module.__name__.rpartition(".")[2]
         adapters = ADAPTERS_OF.get(module, ADAPTERS)
-        if "compacted" in metafunc.fixturenames:
-            adapters = ("sqlite",)  # Kafka compacts when it likes; see test_kafka_log
         metafunc.parametrize("place", adapters, indirect=True)
 
 
@@ -72,9 +76,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         place = Place(f"sqlite:///{tmp_path}/run/log.db", session_ms=1_500)
     else:
         place = Place(request.getfixturevalue("kafka_url"), session_ms=1_500)
-        place.options["group.protocol"] = {"kafka-classic": "classic", "kafka": "consumer"}[
-            request.param
-        ]
+        is_classic = request.param == "kafka-classic"
+        place.options["group.protocol"] = "classic" if is_classic else "consumer"
+        place.engine = "faust" if request.param == "kafka-faust" else "native"
+        place.compacts_soon = {
+            "topic.segment.ms": "50",
+            "topic.min.cleanable.dirty.ratio": "0.01",
+        }
+        place.forgets_tombstones = {"topic.delete.retention.ms": "0"}
     yield place
     for log in place.opened:
         log.close()

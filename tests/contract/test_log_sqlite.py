@@ -9,6 +9,7 @@ from log_process import read, wait_for
 
 from streamrft.schemas.errors import ConfigError, Fenced, LogError, LogUnavailable
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
+from streamrft.streams.reading import read_to_end
 
 
 @pytest.fixture
@@ -125,6 +126,21 @@ def test_locked_file_is_retriable_and_the_records_can_be_flushed_again(place, to
     db.execute("commit")
     db.close()
     assert len(producer.flush()) == 1
+
+
+def test_compacted_partition_may_end_in_a_hole(place):
+    log = place.open(options={"tombstone_ms": "0"})
+    partition = Partition(place.create(log, "state", 1, cleanup="compact"), 0)
+    producer = log.producer()
+    for value in [b"%d" % i for i in range(999)] + [None]:
+        producer.send(partition.topic, value, key=b"k")
+    producer.flush()
+    assert log.end_offsets([partition]) == {partition: 1_000}
+    begin = log.describe([partition.topic])[partition.topic].begin[0]
+    assert list(read_to_end(log, {partition: begin})) == []
+    producer.send(partition.topic, b"after", key=b"k")
+    producer.flush()
+    assert [r.offset for r in read_to_end(log, {partition: begin})] == [1_000]
 
 
 def test_readers_do_not_wait_for_a_writer(place, log, topic):

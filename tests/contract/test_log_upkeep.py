@@ -18,8 +18,15 @@ def kept_an_hour(place, log):
 
 
 @pytest.fixture
-def compacted(place, log):
-    return place.create(log, "state", 2, cleanup="compact")
+def compacted(place):
+    return place.create(place.open(options=place.compacts_soon), "state", 2, cleanup="compact")
+
+
+@pytest.fixture
+def short_lived(place):
+    """A log on which tombstones leave at the next compaction, and a topic on it."""
+    log = place.open(options=place.compacts_soon | place.forgets_tombstones)
+    return log, place.create(log, "state", 2, cleanup="compact")
 
 
 def append(log, topic, num_records, *, timestamp_ms=None):
@@ -90,16 +97,21 @@ def test_topic_without_retention_keeps_everything(log, topic):
 def test_compaction_keeps_the_last_value_of_each_key_and_leaves_holes(log, compacted):
     randomness = random.Random(1)
     producer = log.producer()
-    expected = {}
-    for n in range(60):
-        states = [(b"group.%d" % randomness.randrange(50), b"%d.%d" % (n, i)) for i in range(100)]
-        put(producer, compacted, states)
-        expected |= dict(states)
-    records = read_all(log, compacted, 2)
-    assert last_values(records) == expected
-    assert len(records) < 3_000
+    written = []
+
+    def is_compacted():
+        for _ in range(20):
+            keys = [b"group.%d" % randomness.randrange(50) for _ in range(100)]
+            written.extend((key, b"%d" % (len(written) + i)) for i, key in enumerate(keys))
+            put(producer, compacted, written[-100:])
+        records[:] = read_all(log, compacted, 2)
+        assert last_values(records) == dict(written)
+        return len(records) < len(written) // 2
+
+    records = []
+    wait_for(is_compacted)
     offsets = [r.offset for r in records if r.partition == 0]
-    assert offsets == sorted(offsets) and offsets[-1] - offsets[0] >= len(offsets)
+    assert offsets == sorted(set(offsets)) and offsets[-1] + 1 > len(offsets)
 
 
 def test_reader_in_the_middle_of_a_compacted_topic_goes_on(log, compacted):
@@ -108,13 +120,29 @@ def test_reader_in_the_middle_of_a_compacted_topic_goes_on(log, compacted):
     consumer = log.consumer()
     partition = Partition(compacted, producer_partition(log, compacted))
     consumer.assign({partition: 1})
-    for n in range(5):
-        put(producer, compacted, [(b"k", b"%d.%d" % (n, i)) for i in range(1_000)])
+    num = write_until_compacted(log, compacted, lambda n: [(b"k", b"%d" % n)] * 1_000)
     records = []
-    wait_for(lambda: records.extend(consumer.poll(timeout_ms=20)) or records[-1].value == b"4.999")
-    assert len(records) < 5_000
+    wait_for(
+        lambda: records.extend(consumer.poll(timeout_ms=20)) or records[-1].value == b"%d" % num
+    )
+    offsets = [r.offset for r in records]
+    assert offsets[0] >= 1 and offsets == sorted(set(offsets))
     with pytest.raises(OffsetOutOfRange):
         log.read_at([Position(*partition, 0)])
+
+
+def write_until_compacted(log, topic, states, is_short=None):
+    """Write `states(n)` for rising n until the topic holds half of that; the last n."""
+    producer, written, num = log.producer(), 0, 0
+    is_short = is_short or (lambda records: len(records) < written // 2)
+    records = []
+    while not (num >= 5 and is_short(records)):
+        num += 1
+        assert num < 200, f"{written} records written, {len(records)} kept"
+        put(producer, topic, states(num))
+        written += len(states(num))
+        records = read_all(log, topic, 2)
+    return num
 
 
 def producer_partition(log, topic):
@@ -122,35 +150,28 @@ def producer_partition(log, topic):
     return max(ends, key=lambda p: ends[p])
 
 
-def test_tombstone_removes_its_key_and_later_itself(place, compacted):
-    log = place.open(options={"tombstone_ms": "0"})
-    producer = log.producer()
-    put(producer, compacted, [(b"gone.%d" % i, b"v") for i in range(100)])
-    put(producer, compacted, [(b"gone.%d" % i, None) for i in range(100)])
-    for n in range(6):
-        put(producer, compacted, [(b"kept", b"%d.%d" % (n, i)) for i in range(1_000)])
-        put(producer, compacted, [(b"kept.%d" % i, b"%d" % n) for i in range(1_000)])
-    keys = {r.key for r in read_all(log, compacted, 2)}
-    assert keys == {b"kept"} | {b"kept.%d" % i for i in range(1_000)}
+def many(num):
+    """More of one key, and one more value of many."""
+    kept = [(b"kept", b"%d.%d" % (num, i)) for i in range(1_000)]
+    return kept + [(b"kept.%d" % i, b"%d" % num) for i in range(1_000)]
 
 
-def test_partition_may_end_in_a_hole(place, compacted):
-    log = place.open(options={"tombstone_ms": "0"})
+def test_tombstone_removes_its_key_and_later_itself(short_lived):
+    log, topic = short_lived
     producer = log.producer()
-    put(producer, compacted, [(b"k", b"%d" % i) for i in range(999)] + [(b"k", None)])
-    assert sum(log.describe([compacted])[compacted].end.values()) == 1_000
-    assert read_all(log, compacted, 2) == []
-    put(producer, compacted, [(b"k", b"after")])
-    assert [r.offset for r in read_all(log, compacted, 2)] == [1_000]
+    put(producer, topic, [(b"gone.%d" % i, b"v") for i in range(100)])
+    put(producer, topic, [(b"gone.%d" % i, None) for i in range(100)])
+    left = {b"kept"} | {b"kept.%d" % i for i in range(1_000)}
+    write_until_compacted(log, topic, many, lambda records: {r.key for r in records} == left)
 
 
 def test_tombstone_is_seen_by_readers_for_a_day(log, compacted):
     producer = log.producer()
     put(producer, compacted, [(b"gone", b"v"), (b"gone", None)])
-    for n in range(5):
-        put(producer, compacted, [(b"kept.%d" % i, b"%d" % n) for i in range(1_000)])
+    num = write_until_compacted(log, compacted, many)
     records = read_all(log, compacted, 2)
     assert [r.value for r in records if r.key == b"gone"] == [None]
+    assert last_values(records)[b"kept.0"] == b"%d" % num
 
 
 def test_compacted_topic_refuses_a_record_without_key(log, compacted):
