@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     produce.add_argument("topic", metavar="TOPIC", help="such as rewards")
     produce.add_argument("--file", default="-", help="JSON lines; - (default) is standard input")
     _add_topics(commands)
+    _add_dead_letters(commands)
     return parser
 
 
@@ -171,6 +172,31 @@ def _add_topics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what = "print every topic's partitions, settings, offsets and size"
     described = _add(topics, "describe", what, "views.topics:describe_command")
     described.add_argument("--json", action="store_true", help="one JSON object a topic")
+
+
+def _add_dead_letters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "records that no reader could take: see them, send them again"
+    family = _add_family(commands, "dead-letters", what)
+    what = "print where each lies, why it was refused and how it begins"
+    _add_choice(_add(family, "list", what, "views.dead_letters:list_command"))
+    what = "print one with all its bytes and the fields that can be read"
+    show = _add(family, "show", what, "views.dead_letters:show_command")
+    show.add_argument("id", metavar="ID", type=_count, help="as list prints it")
+    show.add_argument("--raw", action="store_true", help="the value's bytes alone, as they are")
+    what = "send the raw records again to their topics; exit 1 when one could not be"
+    replay = _add(family, "replay", what, "views.dead_letters:replay_command")
+    replay.add_argument("ids", metavar="ID", type=_count, nargs="*", help="as list prints it")
+    replay.add_argument("--all", action="store_true", help="all that were not replayed yet")
+    replay.add_argument("--again", action="store_true", help="also those replayed before")
+    _add_choice(replay)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topic", help="only of this topic, such as rewards")
+    parser.add_argument("--reader", help="only what this process refused, such as join-0")
+    parser.add_argument("--since", metavar="DURATION", help="only of the last 2h, 30m, 3d")
+    parser.add_argument("--error", metavar="TEXT", help="only where the reason says this")
+    parser.add_argument("--json", action="store_true", help="JSON lines")
 
 
 def _add_family(

@@ -325,6 +325,14 @@ class DeadLetter(Event, frozen=True, kw_only=True):
     produced_at: Long
 
 
+class Replay(Event, frozen=True, kw_only=True):
+    """A dead letter was sent again to its topic."""
+
+    topic: str
+    dead_letter: Long
+    produced_at: Long
+
+
 EVENTS: tuple[type[Event], ...] = (
     Task,
     Ended,
@@ -340,4 +348,5 @@ EVENTS: tuple[type[Event], ...] = (
     Evaluation,
     Heartbeat,
     DeadLetter,
+    Replay,
 )

@@ -42,7 +42,7 @@ CATALOGUE: dict[str, Topic] = {
         Topic("checkpoints", "branch/step", (ev.Checkpoint, ev.Branch), 1),
         Topic("evaluations", "taskset", (ev.Evaluation,), 1),
         Topic("heartbeats", "process", (ev.Heartbeat,), 1, "hours"),
-        Topic("dead_letters", "topic", (ev.DeadLetter,), 1),
+        Topic("dead_letters", "topic", (ev.DeadLetter, ev.Replay), 1),
         Topic("join_state", "group_id", (), "run", "compact"),
     )
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..schemas.events import DeadLetter
 from .log import Log, Record
 
+# a replayed record's header: the offset of its dead letter
+REPLAY_HEADER = "streamrft-replay-of"
 _FIELDS_BYTES = 1024
 
 

@@ -101,6 +101,10 @@ def _dead_letter(d: ev.DeadLetter) -> str:
     return f"{d.topic}[{d.partition}]@{d.offset} refused by {d.reader}: {_cut(d.error)}"
 
 
+def _replay(r: ev.Replay) -> str:
+    return f"dead letter {r.dead_letter} was sent again to {r.topic}"
+
+
 def _step(branch: str, step: int) -> str:
     return f"step {step}" if branch == "main" else f"step {step} on {branch}"
 
@@ -125,4 +129,5 @@ _SENTENCES: dict[type[ev.Event], Callable[..., str]] = {
     ev.Evaluation: _evaluation,
     ev.Heartbeat: _heartbeat,
     ev.DeadLetter: _dead_letter,
+    ev.Replay: _replay,
 }
