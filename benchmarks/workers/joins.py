@@ -1,10 +1,14 @@
-"""The joins that are compared, each run in a process of its own until it is ended."""
+"""The joins that are compared, each in a process of its own until it is ended.
+
+Each first prints the CPU seconds that it spent before it began to read.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import Topics
@@ -15,6 +19,7 @@ from streamrft.streams.process import Process
 from streamrft.streams.settings import StreamSettings
 
 from .feed import raw_consumer, raw_producer
+from .passes import cpu_s
 
 BATCH, COMMIT_S, WAIT_S = 500, 2.8, 0.5
 
@@ -27,13 +32,14 @@ def work_raw(
     `is_eager` commits after each batch, as a transaction does; otherwise every 2.8 s, as Faust.
     """
     consumer, producer = raw_consumer(servers, f"{topics.namespace}.raw"), raw_producer(servers)
-    consumer.subscribe([topics.name("trajectories"), topics.name("rewards")])
     settings, log = StreamSettings(), open_log(f"kafka://{servers}")
     pipeline, units = Pipeline(settings), {}
     names = {topic: topics.name(topic) for topic in ("experiences", "drops", "join_state")}
     committed_at = time.monotonic()
+    say_ready()
+    consumer.subscribe([topics.name("trajectories"), topics.name("rewards")])
     while True:
-        touched = set()
+        touched: dict[int, dict[str, int]] = {}
         now = ev.now_ms()
         for message in consumer.consume(BATCH, WAIT_S):
             record = record_of(message)
@@ -46,9 +52,9 @@ def work_raw(
                     unit.join.take_changes = dict
             unit.now_ms = now
             unit.take(record)
-            touched.add(record.partition)
-        for partition in touched:
-            for out in units[partition].finish().records:
+            touched.setdefault(record.partition, {})[record.topic] = record.offset + 1
+        for partition, positions in touched.items():
+            for out in units[partition].finish(positions).records:
                 producer.produce(
                     names[out.topic], out.value, out.key, out.partition or 0, headers=[*out.headers]
                 )
@@ -57,6 +63,11 @@ def work_raw(
             producer.flush()
             consumer.commit(asynchronous=False)
             committed_at = time.monotonic()
+
+
+def say_ready() -> None:
+    """Tell the parent what this process spent before it began to read."""
+    print(json.dumps(cpu_s()), flush=True)
 
 
 def record_of(message: Any) -> Record:
@@ -74,18 +85,22 @@ def record_of(message: Any) -> Record:
     )
 
 
-def work_native(servers: str, topics: Topics) -> None:
-    """As `streamrft join --engine native` runs it."""
+def work_shell(servers: str, topics: Topics, engine: Literal["native", "faust"]) -> None:
+    """As `streamrft join --engine ...` runs it."""
     from streamrft.streams.worker import run_join
 
+    if engine == "faust":
+        import streamrft.streams.faust.shell  # noqa: F401
     process = Process(open_log(f"kafka://{servers}"), topics, name="join-0", role="join")
     process.stop_on_signals()
-    run_join(process, StreamSettings())
+    say_ready()
+    run_join(process, StreamSettings(engine=engine))
 
 
 JOINS: dict[str, Callable[[str, Topics], None]] = {
     "raw": work_raw,
     "raw_eager": lambda servers, topics: work_raw(servers, topics, is_eager=True),
     "raw_stateless": lambda servers, topics: work_raw(servers, topics, has_state=False),
-    "native": work_native,
+    "native": lambda servers, topics: work_shell(servers, topics, "native"),
+    "faust": lambda servers, topics: work_shell(servers, topics, "faust"),
 }
