@@ -39,17 +39,22 @@ _OURS = frozenset(
     "receive.message.max.bytes fetch.max.bytes".split()
 )
 _DEFAULT_CONNECT_MS = 10_000
-_TRANSACTION_MS = 10_000
+_TRANSACTION_MS, _MEMBER_TRANSACTION_MS = 10_000, 5_000
 _REQUEST_MS = 10_000
 
 
 @dataclass(frozen=True)
 class Options:
-    """One log's settings. `base` is what every client of it is made with."""
+    """One log's settings. `base` is what every client of it is made with.
+
+    `member_transactions`: beside `producing`, for transactions without a role. What a killed
+    member of a group left open holds up its successor until it times out.
+    """
 
     servers: str
     base: Mapping[str, str]
     producing: Mapping[str, str]
+    member_transactions: Mapping[str, str]
     consuming: Mapping[str, str]
     topic: Mapping[str, str]
     replication: int
@@ -82,6 +87,7 @@ class Options:
             servers=servers,
             base={"bootstrap.servers": servers, **_defaults(given), **given, **_secrets()},
             producing=_producing(record_bytes, given),
+            member_transactions=_member_transactions(given),
             consuming=_consuming(record_bytes, given),
             topic=topic,
             replication=replication,
@@ -163,6 +169,13 @@ def _producing(record_bytes: int, given: Mapping[str, str]) -> dict[str, str]:
     if "transaction.timeout.ms" in given and "socket.timeout.ms" not in given:
         found["socket.timeout.ms"] = given["transaction.timeout.ms"]  # librdkafka: not longer
     return found | {n: v for n, v in usual.items() if n not in given}
+
+
+def _member_transactions(given: Mapping[str, str]) -> dict[str, str]:
+    names = ("transaction.timeout.ms", "socket.timeout.ms")  # librdkafka: the latter not longer
+    if any(name in given for name in names):
+        return {}
+    return dict.fromkeys(names, str(_MEMBER_TRANSACTION_MS))
 
 
 def _consuming(record_bytes: int, given: Mapping[str, str]) -> dict[str, str]:

@@ -157,7 +157,8 @@ class KafkaProducer:
             else:
                 own_id = before.id
             with self._cluster.faults.explained("transactions"):
-                self._writer = before = Transactional(self._cluster, own_id)
+                settings = self._cluster.options.member_transactions
+                self._writer = before = Transactional(self._cluster, own_id, settings)
         return before
 
     def _transact(self, writer: Transactional) -> list[Position]:

@@ -7,7 +7,7 @@ before its batch is complete, so an aborted or killed batch leaves no open trans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -130,11 +130,13 @@ class Transactional:
     ready -> in a transaction -> ready; lost (fenced, or without an answer), to be made anew
     """
 
-    def __init__(self, cluster: Cluster, transactional_id: str) -> None:
+    def __init__(
+        self, cluster: Cluster, transactional_id: str, settings: Mapping[str, str] | None = None
+    ) -> None:
         """Take the id: open transactions of its last user are aborted, that user is fenced."""
         self._cluster, self.id = cluster, transactional_id
         self.is_lost = self.is_fenced = False
-        self._client = cluster.producer({"transactional.id": transactional_id})
+        self._client = cluster.producer({"transactional.id": transactional_id, **(settings or {})})
         self._patiently(self._client.init_transactions, _OUTCOME_S)
 
     def write(
