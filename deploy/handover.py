@@ -8,15 +8,17 @@ from ..schemas.topics import Topics
 from ..streams.lineage import surviving_lineage
 from ..streams.log import Log
 from ..streams.reading import read_events
-from ..streams.weights.object_storage import HF_FOLDER
+from ..streams.weights.object_storage import HF_FOLDER, fetch_model_folder
 from .plan import Stage, starting_from
 
 
 def with_model(log: Log, stage: Stage) -> Stage:
     """The stage, its trainer starting from the last full checkpoint of the stage before.
 
+    From an object store the model is copied into the job folder first.
+
     Raises:
-        LogError: that stage has none yet.
+        LogError: that stage has none yet. WeightsUnavailable: its files cannot be read now.
     """
     before = _last_trained(stage.after)
     if before is None:
@@ -27,6 +29,8 @@ def with_model(log: Log, stage: Stage) -> Stage:
             f"stage {stage.name}: stage {before.name} has no full checkpoint on the log to start "
             f"from. Run it first: streamrft run, or streamrft train --stage {before.name}."
         )
+    if "://" in checkpoint.uri:
+        return starting_from(stage, str(fetch_model_folder(checkpoint, stage.job_dir / "start")))
     return starting_from(stage, f"{checkpoint.uri}/{HF_FOLDER}")
 
 

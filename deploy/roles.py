@@ -7,15 +7,25 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
+import socket
 import sys
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ..schemas.errors import ConfigError
 from ..streams.process import Process
 from .handover import with_model
 from .parent import die_with_parent
 from .plan import Run, Stage, plan
+
+if TYPE_CHECKING:
+    import faust
+
+    from ..streams.worker import MakeShell
 
 logger = logging.getLogger("streamrft")
 
@@ -26,15 +36,32 @@ def role_command(args: argparse.Namespace) -> int:
     """`streamrft schedule | explore | join | train`."""
     die_with_parent()
     run = plan(args.config, tuple(args.plugin_dir))
-    stage = run.stage(args.stage)
+    stage = _with_engine(run.stage(args.stage), getattr(args, "engine", None))
     _log_to_stderr(run)
-    name = args.name or f"{_NAMES[args.command]}-{os.getpid()}"
+    name = args.name or own_name(args.command)
     run_role(run, stage, args.command, name)
     return 0
 
 
-def run_role(run: Run, stage: Stage, command: str, name: str) -> None:
+def own_name(command: str) -> str:
+    """A name that no other process of the run has: in containers all numbers are alike."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return f"{_NAMES[command]}-{host}-{os.getpid()}"
+
+
+def run_role(
+    run: Run,
+    stage: Stage,
+    command: str,
+    name: str,
+    on_process: Callable[[Process], None] = Process.stop_on_signals,
+    make_shell: MakeShell | None = None,
+) -> None:
     """Run one role in this process until its work is done or SIGTERM asks it to stop.
+
+    Args:
+        on_process: told of the process before it works.
+        make_shell: the join's shell, where its settings do not say it.
 
     Raises:
         ConfigError: the stage's mode has no such role.
@@ -45,13 +72,68 @@ def run_role(run: Run, stage: Stage, command: str, name: str) -> None:
     try:
         log.ensure_topics(run.topic_specs(stage))
         process = Process(log, stage.topics, name=name, role=_NAMES[command])
-        process.stop_on_signals()
+        on_process(process)
         process.alive()
         load_plugins(run.plugin_dirs)
-        _start(process, stage, command)
+        _start(process, stage, command, make_shell)
         process.ended()
     finally:
         log.close()
+
+
+class _HostedJoin:
+    """The join role in a thread of a process that is Faust's."""
+
+    def __init__(self, run: Run, stage: Stage, name: str) -> None:
+        self._run, self._stage, self._name = run, stage, name
+        self._process: Process | None = None
+        self._is_stopped = False
+
+    def work(self, make_shell: MakeShell) -> None:
+        run_role(self._run, self._stage, "join", self._name, self._take, make_shell)
+
+    def _take(self, process: Process) -> None:
+        self._process = process
+        if self._is_stopped:
+            process.stop()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.stop()
+
+
+def hosted_join() -> faust.App:
+    """The join for `faust -A streamrft.streams.faust_app worker`, told by the environment.
+
+    Raises:
+        ConfigError: STREAMRFT_CONFIG is not set, or its log is not Kafka.
+    """
+    from ..streams.faust_app import hosted
+    from ..streams.kafka.options import Options
+    from ..streams.worker import GROUP, source_topics
+
+    path = os.environ.get("STREAMRFT_CONFIG")
+    if not path:
+        raise ConfigError("STREAMRFT_CONFIG: not set; name the run's YAML file in it.")
+    run = plan(path)
+    stage = _with_engine(run.stage(os.environ.get("STREAMRFT_STAGE")), "faust")
+    _check_role(stage, "join")
+    assert stage.streams is not None
+    join = _HostedJoin(run, stage, os.environ.get("STREAMRFT_NAME") or f"join-{os.getpid()}")
+    return hosted(
+        Options.of(run.log_url, run.limits),
+        f"{stage.topics.namespace}.{GROUP}",
+        [stage.topics.name(topic) for topic in source_topics(stage.streams)],
+        join.work,
+        join.stop,
+    )
+
+
+def _with_engine(stage: Stage, engine: Literal["native", "faust"] | None) -> Stage:
+    if engine is None or stage.streams is None:
+        return stage
+    return replace(stage, streams=replace(stage.streams, engine=engine))
 
 
 def load_plugins(folders: tuple[str, ...]) -> None:
@@ -67,7 +149,9 @@ def load_plugins(folders: tuple[str, ...]) -> None:
             _import_file(path)
 
 
-def _start(process: Process, stage: Stage, command: str) -> None:
+def _start(
+    process: Process, stage: Stage, command: str, make_shell: MakeShell | None = None
+) -> None:
     if command == "schedule":
         assert stage.scheduler is not None
         from ..producers.scheduler import run_scheduler
@@ -83,7 +167,7 @@ def _start(process: Process, stage: Stage, command: str) -> None:
         assert stage.streams is not None
         from ..streams.worker import run_join
 
-        run_join(process, stage.streams)
+        run_join(process, stage.streams, make_shell)
     else:
         stage = with_model(process.log, stage)
         assert stage.trainer is not None
