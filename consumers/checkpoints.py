@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..schemas.errors import StorageUnavailable, StreamrftError
-from ..streams import faults
+from ..streams import blobs, faults
 from ..streams.blobs import join_uri, sha256_file, write_bytes
 from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE
 from .folders import MANIFEST, Folders, open_folders
@@ -291,5 +291,5 @@ def storage_errors() -> tuple[type[Exception], ...]:
     try:
         from safetensors import SafetensorError
     except ImportError:
-        return OSError, StorageUnavailable
-    return OSError, StorageUnavailable, SafetensorError
+        return *blobs.storage_errors(), StorageUnavailable
+    return *blobs.storage_errors(), StorageUnavailable, SafetensorError

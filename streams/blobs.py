@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,25 @@ def open_storage(uri: str) -> tuple[Any, str]:
     """The fsspec file system of a URI and the path on it.
 
     Raises:
-        MissingExtra: its package is not installed. ConfigError: no such scheme.
+        MissingExtra: its package is not installed. ConfigError: no such scheme, or an s3:// URI
+            without keys in the environment.
     """
     try:
+        if uri.startswith("s3://"):
+            _demand_keys(uri)
         return url_to_fs(uri)
+    except ConfigError:
+        raise
     except ImportError as error:
         raise MissingExtra(f"the storage of {uri}", "s3") from error
     except ValueError as error:
         raise ConfigError(f"{uri}: {error}") from error
+
+
+def storage_errors() -> tuple[type[Exception], ...]:
+    """What a store that is away, full or unwilling raises; botocore's errors are no OSError."""
+    botocore = sys.modules.get("botocore.exceptions")
+    return (OSError,) if botocore is None else (OSError, botocore.BotoCoreError)
 
 
 def join_uri(uri: str, *parts: str) -> str:
@@ -50,7 +63,7 @@ def write_bytes(uri: str, content: bytes) -> None:
             _replace(Path(path), content)
         else:
             fs.pipe_file(path, content)
-    except OSError as error:
+    except storage_errors() as error:
         raise StorageUnavailable(f"{uri}: cannot be written ({error})") from error
 
 
@@ -63,7 +76,7 @@ def read_bytes(uri: str) -> bytes:
     fs, path = open_storage(uri)
     try:
         return fs.cat_file(path)
-    except OSError as error:
+    except storage_errors() as error:
         raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
 
 
@@ -118,6 +131,19 @@ def resolve(trajectory: Trajectory) -> Trajectory:
         )
     stored = codec.decode(content, Trajectory)
     return msgspec.structs.replace(trajectory, sequences=stored.sequences, claim=None)
+
+
+@cache
+def _demand_keys(uri: str) -> None:
+    """Ask botocore's whole chain once: environment, files, then the machine's role."""
+    from botocore.session import get_session
+
+    session = get_session()
+    if session.get_credentials() is None:
+        raise ConfigError(
+            f"{uri}: no keys for S3. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the "
+            "environment, and AWS_ENDPOINT_URL for a store that is not Amazon's."
+        )
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import StreamrftError
 from ...schemas.events import Checkpoint
-from ..blobs import open_storage, sha256_file
+from ..blobs import open_storage, sha256_file, storage_errors
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def _read(uri: str, checkpoint: Checkpoint) -> bytes:
     fs, path = open_storage(uri)
     try:
         return fs.cat_file(path)
-    except OSError as error:
+    except storage_errors() as error:
         raise _unavailable(checkpoint, f"{uri} cannot be read ({error})") from error
 
 
@@ -80,7 +80,7 @@ def _copy_folder(uri: str, into: Path, checkpoint: Checkpoint) -> None:
         fs.invalidate_cache()
         for found in fs.find(path):
             fs.get_file(found, str(into / found.rsplit("/", 1)[-1]))
-    except OSError as error:
+    except storage_errors() as error:
         raise _unavailable(checkpoint, f"{uri} cannot be read ({error})") from error
     if not (into / WEIGHTS_FILE).is_file():
         raise _unavailable(checkpoint, f"{uri} holds no {WEIGHTS_FILE}")
