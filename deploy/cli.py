@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument(
             "--name", help="process name, unique in the run (default: %(prog)s-<pid>)"
         )
+        if name == "join":
+            role.add_argument(
+                "--engine",
+                choices=("faust", "native"),
+                help="the shell (default: streams.engine; faust on Kafka, native otherwise)",
+            )
     _add_status(commands)
     explain = _add(
         commands, "explain", "tell the whole path of one id from the log", "views.explain:command"

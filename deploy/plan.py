@@ -122,7 +122,12 @@ class Run:
 
         path = sqlite_path(self.log_url)
         _make_folder(self.job_dir if path is None else path.parent)
-        return open_log(self.log_url, _limits(self.config))
+        return open_log(self.log_url, self.limits)
+
+    @property
+    def limits(self) -> Limits:
+        """What its log enforces."""
+        return _limits(self.config)
 
     def topic_specs(self, stage: Stage) -> list[TopicSpec]:
         """The topics of a stage, with the retention that the file asks for."""

@@ -59,9 +59,8 @@ def run_role(
 ) -> None:
     """Run one role in this process until its work is done or SIGTERM asks it to stop.
 
-    Args:
-        on_process: told of the process before it works.
-        make_shell: the join's shell, where its settings do not say it.
+    `on_process` is told of the process before it works; `make_shell` makes the join's shell where
+    its settings do not say it.
 
     Raises:
         ConfigError: the stage's mode has no such role.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from ..schemas.errors import Fenced, StreamrftError
@@ -44,7 +44,10 @@ class Batch(NamedTuple):
 class Shell(Protocol):
     """Where records come from, and how a batch becomes durable. Of the worker's thread."""
 
-    consumer: Consumer
+    @property
+    def consumer(self) -> Consumer:
+        """The worker's place in the group."""
+        ...
 
     def claim(self, partition: int) -> None:
         """Called before a partition's state is read: no earlier owner can write it any more."""
@@ -63,14 +66,26 @@ class Shell(Protocol):
         ...
 
 
-def run_join(process: Process, settings: StreamSettings) -> None:
+MakeShell = Callable[[Process], Shell]
+
+
+def source_topics(settings: StreamSettings) -> tuple[str, ...]:
+    """What is read, by catalogue name."""
+    return (LiveFeed if settings.time == "wall" else HistoryFeed).topics
+
+
+def run_join(
+    process: Process, settings: StreamSettings, make_shell: MakeShell | None = None
+) -> None:
     """Join this process's share of the partitions until it is asked to stop.
+
+    `make_shell`: the shell, where `settings.engine` does not say it.
 
     Raises:
         ConfigError: an unknown filter or priority.
         StreamrftError: one that no retry can mend, such as a position lost to retention.
     """
-    shell = _shell(process, settings)
+    shell = make_shell(process) if make_shell is not None else _shell(process, settings)
     try:
         JoinWorker(process, settings, shell).run()
     finally:
@@ -90,9 +105,8 @@ class NativeShell:
 
     def __init__(self, process: Process) -> None:
         log = process.log
-        self.consumer = log.consumer(
-            group=f"{process.topics.namespace}.{GROUP}", member=process.name
-        )
+        group = f"{process.topics.namespace}.{GROUP}"
+        self.consumer: Consumer = log.consumer(group=group, member=process.name)
         self._producer = log.producer()
 
     def claim(self, partition: int) -> None:
@@ -157,7 +171,7 @@ class JoinWorker:
 
     def run(self) -> None:
         """Work until the process is stopping."""
-        sources = [self._topics.name(topic) for topic in self._feed_type.topics]
+        sources = [self._topics.name(topic) for topic in source_topics(self._settings)]
         self._consumer.subscribe(sources, on_revoke=self._on_revoke)
         while not self._process.is_stopping:
             try:

@@ -35,6 +35,12 @@ def check(config: Config) -> None:
     _rewards(config)
     _retention(config)
     _schedule(config)
+    _engine(config)
+
+
+def is_on_kafka(config: Config) -> bool:
+    """Whether the log is Kafka's, not the embedded one."""
+    return (config.event_log.url or "").startswith("kafka://")
 
 
 def rolls_out(config: Config) -> bool:
@@ -260,4 +266,12 @@ def _schedule(config: Config) -> None:
         raise ConfigError(
             "algorithm.optimizer: a warm-up ratio and the cosine schedule need to know the end. "
             "Set buffer.total_steps, or lr_warmup_steps and lr_scheduler_type: constant."
+        )
+
+
+def _engine(config: Config) -> None:
+    if config.streams.engine == "faust" and not is_on_kafka(config):
+        raise ConfigError(
+            "streams.engine: faust reads Kafka only. Set event_log: kafka://host:9092, or "
+            "streams.engine: native."
         )

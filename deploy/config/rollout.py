@@ -13,7 +13,7 @@ from ...producers.settings import (
 )
 from ...streams.settings import OperatorSettings, StreamSettings
 from .buffer import Taskset
-from .checks import pacing, tasksets
+from .checks import is_on_kafka, pacing, tasksets
 from .lengths import lengths_of
 from .schema import Config, StageConfig
 from .support import engine_of
@@ -77,6 +77,7 @@ def stream_settings(stage: StageConfig) -> StreamSettings:
     pipeline = stage.config.data_processor.experience_pipeline
     operators = (*pipeline.operators, *streams.filters)
     return StreamSettings(
+        engine=streams.engine or ("faust" if is_on_kafka(stage.config) else "native"),
         on_deadline=streams.on_deadline,
         default_reward=streams.default_reward,
         min_group_size=streams.min_group_size,

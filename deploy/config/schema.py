@@ -171,9 +171,12 @@ class RewardSection:
 
 @dataclass(frozen=True)
 class StreamsSection:
-    """Join, filters and priority; DESIGN 6. `workers` is the number of join processes."""
+    """Join, filters and priority; DESIGN 6. `workers` is the number of join processes.
 
-    engine: Literal["native", "faust"] = "native"
+    `engine` null takes faust on Kafka and native on the embedded log.
+    """
+
+    engine: Literal["native", "faust"] | None = None
     workers: int = 1
     partitions: int | None = None
     time: Literal["wall", "event"] = "wall"

@@ -151,7 +151,6 @@ RULES: tuple[Rule, ...] = (
         "synchronizer.group_name synchronizer.wait_for_checkpoint",
         "explorers follow the checkpoints topic",
     ),
-    *_rules("streams.engine", f"the Faust shell {_LATER}; the native join worker runs", "native"),
 )
 
 _MODEL_RULES = (

@@ -51,4 +51,5 @@ def read_committed(app: faust.App) -> None:
 
 async def commit(app: faust.App, positions: Mapping[Partition, int]) -> None:
     """Store next offsets for the app's group. Partitions that it has no more are left out."""
-    await app.consumer._commit({TP(*p): offset for p, offset in positions.items()})
+    consumer: Any = app.consumer
+    await consumer._commit({TP(*p): offset for p, offset in positions.items()})

@@ -7,11 +7,11 @@ from functools import partial
 
 from ...schemas.errors import ConfigError, Fenced, StreamrftError
 from .. import faults
-from ..faust_app import build
 from ..kafka.log import KafkaLog
 from ..kafka.producer import KafkaProducer
 from ..process import Process
 from ..worker import GROUP, Batch
+from .app import build
 from .consumer import FaustConsumer
 from .exchange import Exchange
 from .membership import EmbeddedFaust, Membership

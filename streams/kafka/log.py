@@ -27,7 +27,7 @@ from .producer import Fence, KafkaProducer
 from .reader import ExactReader
 from .roles import Roles
 from .topics import Topics
-from .writers import Idempotent
+from .writers import Idempotent, Transactional
 
 
 class KafkaLog:
@@ -52,6 +52,11 @@ class KafkaLog:
         self._reader = ExactReader(self._cluster, self._topics)
         self._consumers: list[KafkaConsumer] = []
         self._stable_id: str | None = None
+
+    @property
+    def options(self) -> Options:
+        """Addresses, rights and limits, for another client of the same cluster."""
+        return self._cluster.options
 
     def ensure_topics(self, specs: Iterable[TopicSpec]) -> None:
         """See `Log.ensure_topics`."""
@@ -91,6 +96,21 @@ class KafkaLog:
             under = Fence(lambda: self._roles.check(fence), writer)
         return KafkaProducer(
             self._cluster, self._topics, self._plain, under, self._transactional_id
+        )
+
+    def successor(self, name: str) -> KafkaProducer:
+        """A writer under a name: whoever had it before is fenced, what it left open is aborted.
+
+        For a process that knows from elsewhere that it is the one to write.
+        """
+        with self._cluster.faults.explained(f"transactions of {name!r}"):
+            writer = Transactional(self._cluster, name)
+        return KafkaProducer(
+            self._cluster,
+            self._topics,
+            self._plain,
+            Fence(lambda: None, writer),
+            self._transactional_id,
         )
 
     def _transactional_id(self, topic: str) -> str:

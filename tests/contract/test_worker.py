@@ -24,7 +24,7 @@ FAST = StreamSettings(grace_ms=0)
 
 @pytest.fixture
 def run(log, place) -> JoinRun:
-    return JoinRun(log, namespace=place.name("run"))
+    return JoinRun(log, namespace=place.name("run"), engine=place.engine)
 
 
 def group(group_id: str, size: int = 2, **fields) -> list[ev.Trajectory]:

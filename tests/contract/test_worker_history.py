@@ -20,7 +20,7 @@ NEVER = 10**9
 
 @pytest.fixture
 def run(log, place) -> JoinRun:
-    return JoinRun(log, namespace=place.name("live"))
+    return JoinRun(log, namespace=place.name("live"), engine=place.engine)
 
 
 def copy(source: JoinRun, target: JoinRun, *topics: str) -> None:
@@ -69,7 +69,7 @@ def test_a_run_over_recorded_clocks_closes_what_was_closed_live(run, log, place)
         before = run.counters().get("groups", 0)
         run.drive(lambda before=before: run.counters().get("groups", 0) >= before + 5, LIVE)
     assert run.counters()["groups"] > 10
-    again = JoinRun(log, namespace=place.name("again"))
+    again = JoinRun(log, namespace=place.name("again"), engine=place.engine)
     again.send_raw("clock", b"no clock", partition=0)
     copy(run, again, "trajectories", "rewards", "clock")
     num_clocks = again.num("clock")

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -30,8 +31,15 @@ DEADLINE_S = 30.0
 class JoinRun:
     """The topics of one run, how to write to them, and what came out."""
 
-    def __init__(self, log: Log, *, namespace: str = "test.join", num_partitions: int = 4) -> None:
-        self.log, self.topics = log, Topics(namespace, num_partitions)
+    def __init__(
+        self,
+        log: Log,
+        *,
+        namespace: str = "test.join",
+        num_partitions: int = 4,
+        engine: Literal["native", "faust"] = "native",
+    ) -> None:
+        self.log, self.topics, self._engine = log, Topics(namespace, num_partitions), engine
         log.ensure_topics(topic_specs(self.topics))
         self._producer = log.producer()
 
@@ -102,10 +110,11 @@ class JoinRun:
     ) -> None:
         """Run a worker in this thread until `until()` is true, then stop it in order."""
         self.process = DrivenProcess(self.log, self.topics, until, timeout_s)
-        run_join(self.process, settings or StreamSettings())
+        run_join(self.process, replace(settings or StreamSettings(), engine=self._engine))
 
     def spawn(self, url: str, **arguments: Any) -> JoinProcess:
-        return JoinProcess(url, self.topics, **arguments)
+        settings = {**arguments.pop("settings", {}), "engine": self._engine}
+        return JoinProcess(url, self.topics, settings=settings, **arguments)
 
 
 class DrivenProcess(Process):
@@ -167,6 +176,10 @@ class JoinProcess:
     @property
     def is_paused(self) -> bool:
         return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
+    @property
+    def resident_bytes(self) -> int:
+        return psutil.Process(self.process.pid).memory_info().rss
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         return self.process.wait(timeout=timeout_s)
