@@ -29,15 +29,14 @@ def open_storage(uri: str) -> tuple[Any, str]:
             without keys in the environment.
     """
     try:
-        if uri.startswith("s3://"):
-            _demand_keys(uri)
-        return url_to_fs(uri)
-    except ConfigError:
-        raise
+        found = url_to_fs(uri)
     except ImportError as error:
         raise MissingExtra(f"the storage of {uri}", "s3") from error
     except ValueError as error:
         raise ConfigError(f"{uri}: {error}") from error
+    if uri.startswith("s3://"):
+        _demand_keys(uri)
+    return found
 
 
 def storage_errors() -> tuple[type[Exception], ...]:

@@ -108,3 +108,27 @@ def test_claim_survives_a_change_of_other_fields(tmp_path):
     left = blobs.put_claim(str(tmp_path), long_trajectory())
     moved = msgspec.structs.replace(left, branch="main.3")
     assert blobs.resolve(moved).branch == "main.3"
+
+
+def test_s3_without_keys_says_which_to_set(monkeypatch, tmp_path):
+    pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match="^s3://bucket/a: no keys.*AWS_ACCESS_KEY_ID.*AWS_ENDPO"):
+        blobs.read_bytes("s3://bucket/a")
+
+
+def test_s3_that_is_away_is_a_retriable_error_with_the_address(monkeypatch):
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    for call in (lambda: blobs.read_bytes("s3://b/a"), lambda: blobs.write_bytes("s3://b/a", b"")):
+        with pytest.raises(StorageUnavailable, match="s3://b/a: cannot be .*127.0.0.1:1") as caught:
+            call()
+        assert caught.value.retriable
