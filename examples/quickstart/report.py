@@ -16,6 +16,7 @@ from streamrft.schemas import codec
 from streamrft.schemas.errors import StreamrftError
 from streamrft.schemas.events import Branch, Checkpoint, Cut, Event, TrainStep
 from streamrft.streams.log import Partition
+from streamrft.streams.weights.object_storage import fetch_model_folder
 
 WINDOW = 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -97,9 +98,11 @@ def save_picture(rewards: list[float], path: Path) -> None:
 
 
 def model_folder(run: Run, stage: Stage) -> Path:
-    """The Hugging Face folder of the newest checkpoint."""
+    """The Hugging Face folder of the newest checkpoint; a copy of one on an object store."""
     events = read_topic(run, stage, "checkpoints", Checkpoint, Branch)
     newest = [e for e in events if isinstance(e, Checkpoint)][-1]
+    if "://" in newest.uri and not newest.uri.startswith("file://"):
+        return fetch_model_folder(newest, run.job_dir / "model")
     return Path(newest.uri.removeprefix("file://")) / "actor" / "huggingface"
 
 
