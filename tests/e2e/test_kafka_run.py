@@ -24,13 +24,19 @@ def embedded_digest(tmp_path_factory, tiny_model_dir):
     return run.final_digest()
 
 
-def on(url):
+@pytest.fixture(params=["faust", "native"])
+def on(request):
     """What a run on Kafka has different; its name is new, since runs share the broker."""
-    return {"name": f"small-{secrets.token_hex(4)}", "event_log": url}
+
+    def settings(url):
+        name = f"small-{secrets.token_hex(4)}"
+        return {"name": name, "event_log": url, "streams": {"engine": request.param}}
+
+    return settings
 
 
 def test_same_run_gives_the_same_weights_on_the_embedded_log_and_on_kafka(
-    small_run, kafka_url, embedded_digest
+    small_run, kafka_url, embedded_digest, on
 ):
     run = small_run(on(kafka_url))
     run.finish()
@@ -42,7 +48,7 @@ def test_same_run_gives_the_same_weights_on_the_embedded_log_and_on_kafka(
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
-    small_run, kafka_url, embedded_digest, tmp_path, point
+    small_run, kafka_url, embedded_digest, tmp_path, point, on
 ):
     run = small_run(on(kafka_url))
     marker = tmp_path / "killed"
@@ -53,7 +59,7 @@ def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
 
 
 @pytest.mark.slow
-def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, tmp_path):
+def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, tmp_path, on):
     needs_kafka_home()
     broker = Broker(tmp_path / "broker").start()
     try:
