@@ -162,7 +162,8 @@ def _fields_of(value: bytes, kind: type[ev.Event]) -> Iterator[str]:
             yield f"    {kind.__name__}, readable to its field {num}:"
             for name, content in fields.items():
                 text = repr(content)
-                yield f"        {name}: {text[:_FIELD_CHARS]}{'…' if len(text) > _FIELD_CHARS else ''}"
+                end = "…" if len(text) > _FIELD_CHARS else ""
+                yield f"        {name}: {text[:_FIELD_CHARS]}{end}"
             return
 
 

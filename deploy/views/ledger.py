@@ -116,9 +116,9 @@ class Ledger:
         assert self.books.branch == lineage.branch, "books of another branch are counted anew"
 
     def on_trajectory(self, trajectory_id: str, at: Position) -> None:
-        """A record of `trajectories`; its id again is a repeat."""
+        """A record of `trajectories`; its id again is a repeat, unless it replays a dead letter."""
         entry = self._entry(trajectory_id)
-        if entry is None or entry.offset >= 0:
+        if entry is None or (entry.offset >= 0 and not self._has_letter(entry)):
             self.books.num_repeats += 1
             return
         entry.partition, entry.offset = at.partition, at.offset
@@ -199,8 +199,12 @@ class Ledger:
         states = {state: self.books.states.get(state, 0) for state in STATES}
         places = {"unjoined": 0, "open": 0, "ready": 0, _FORGOTTEN: 0}
         faults = [*self.books.faults, *self._unread(joined)]
+        num_letters = 0
         for trajectory_id, entry in self.books.open.items():
             place = _place_of(trajectory_id, entry, joined, in_state, finished)
+            if self._has_letter(entry) and place.startswith(_LOST) and not entry.is_experience:
+                num_letters += 1
+                continue
             place = self._forgiven(place, entry)
             if place in places:
                 places[place] += 1
@@ -209,7 +213,7 @@ class Ledger:
             elif entry.offset >= 0 or not any(first_kept.values()):
                 faults.append(f"{trajectory_id}: {place}")
         num_forgotten = places.pop(_FORGOTTEN)
-        produced = self.books.num_settled + len(self._produced_and_open())
+        produced = self.books.num_settled + len(self._produced_and_open()) - num_letters
         return Balance(
             produced,
             states,
@@ -234,6 +238,10 @@ class Ledger:
         if entry.partition in missed.get("experiences", ()) and not entry.is_experience:
             return "its experience was deleted by retention before it was trained on"
         return place
+
+    def _has_letter(self, entry: Entry) -> bool:
+        """Whether its record was refused, though it can be read: by us, or by now."""
+        return entry.offset in self.books.told.get(str(entry.partition), ())
 
     def _produced_and_open(self) -> list[str]:
         """Open ids whose record was read, or refused as unreadable with its id."""

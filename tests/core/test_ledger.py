@@ -255,6 +255,19 @@ def test_a_dead_letter_that_is_read_before_its_record_tells_of_it() -> None:
     assert not ledger.balance({0: 8, 1: 8}, (), {}, {}, {}).is_balanced
 
 
+def test_a_record_that_can_be_read_by_now_is_a_dead_letter_until_its_replay() -> None:
+    ledger = Ledger(MAIN)
+    ledger.on_dead_letter(letter_of(7), of_trajectories=True)
+    ledger.on_trajectory("g.0:0:a", Position("p.n.trajectories", 0, 7))
+    found = ledger.balance({0: 8}, (), {}, {}, {})
+    assert found.is_balanced and found.produced == 0
+    ledger.on_trajectory("g.0:0:a", Position("p.n.trajectories", 0, 9))
+    assert ledger.balance({0: 8}, (), {}, {}, {}).pending.unjoined == 1
+    assert ledger.balance({0: 10}, {"g.0:0:a"}, {}, {}, {}).pending.open == 1
+    (fault,) = ledger.balance({0: 10}, (), {}, {}, {}).faults
+    assert fault == "g.0:0:a: lost: read by the join (trajectories[0]@9), no end"
+
+
 def letter_of(offset: int) -> ev.DeadLetter:
     return ev.DeadLetter(
         topic="p.n.trajectories", partition=0, offset=offset, key=None, value=None, headers={},
