@@ -20,11 +20,15 @@ def run_command(args: argparse.Namespace) -> int:
             print(f"warning: {warning}", file=sys.stderr)
         print(resolved_text(run), end="")
         return 0
+    from ..streams.worker import check_shell
     from .supervisor import supervise
     from .views.display import screen_for
 
     if args.stage is not None:
         run.stage(args.stage)
+    for stage in run.stages:
+        if stage.streams is not None:
+            check_shell(stage.streams)
     with screen_for(sys.stdout, plain=args.plain) as screen:
         return supervise(run, screen, only_stage=args.stage)
 
@@ -57,6 +61,8 @@ def _stage_facts(stage: Stage) -> dict[str, Any]:
             "group_size": group,
             "experiences_a_step": scheduler.batch_size * group,
         }
+    if stage.streams:
+        facts["join"] = stage.streams.engine
     if stage.explorer:
         facts |= {
             "engine": stage.explorer.engine_type,

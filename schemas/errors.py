@@ -42,8 +42,8 @@ class ConfigError(StreamrftError, ValueError):
 class MissingExtra(StreamrftError, ImportError):
     """An optional dependency is not installed."""
 
-    def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f'{what} is not installed. Run: pip install "streamrft[{extra}]"')
+    def __init__(self, what: str, extra: str, advice: str = "") -> None:
+        super().__init__(f'{what} is not installed. Run: pip install "streamrft[{extra}]"{advice}')
 
 
 class LogError(StreamrftError):

@@ -13,9 +13,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
-from ..schemas.errors import Fenced, StreamrftError
+from ..schemas.errors import Fenced, MissingExtra, StreamrftError
 from ..schemas.events import now_ms
 from . import faults
 from .feeds import Feed, HistoryFeed, LiveFeed
@@ -92,9 +93,17 @@ def run_join(
         shell.close()
 
 
+def check_shell(settings: StreamSettings) -> None:
+    """Raise MissingExtra when the shell's library is not installed here."""
+    if settings.engine == "faust" and find_spec("faust") is None:
+        advice = " for Kafka's join workers, or set streams.engine: native"
+        raise MissingExtra("faust-streaming", "faust", advice)
+
+
 def _shell(process: Process, settings: StreamSettings) -> Shell:
     if settings.engine == "native":
         return NativeShell(process)
+    check_shell(settings)
     from .faust.shell import FaustShell
 
     return FaustShell(process)

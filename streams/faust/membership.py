@@ -8,19 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
-
-import faust
+from typing import TYPE_CHECKING, Protocol
 
 from ...schemas.errors import LogUnavailable
 from .exchange import Exchange
+
+if TYPE_CHECKING:
+    import faust
 
 logger = logging.getLogger("streamrft")
 
 _START_S, _STOP_S = 60.0, 8.0
 _LOOK_S, _RESTART_S = 0.5, 1.0
 
-MakeApp = Callable[[Sequence[str], Exchange], faust.App]
+MakeApp = Callable[[Sequence[str], Exchange], "faust.App"]
 
 
 class Membership(Protocol):
