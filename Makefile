@@ -44,7 +44,7 @@ bench: .venv/dev
 	touch $@
 
 .venv/dev: .venv/run
-	$(PIP) --editable ".[train,data,plot,kafka,dev]"
+	$(PIP) --editable ".[train,data,plot,faust,s3,dev]"
 	touch $@
 
 clean:
