@@ -82,6 +82,10 @@ class StorageCorrupt(StreamrftError):
     """An object's bytes are not those that an event vouches for."""
 
 
+class StorageGone(StorageCorrupt):
+    """An object that an event names is not there, though its store answers."""
+
+
 class Timeout(StreamrftError, TimeoutError):
     """A wait reached its deadline; `blocker` names what it waited for."""
 

@@ -5,6 +5,7 @@ Source: "Claim Check", Hohpe and Woolf, Enterprise Integration Patterns.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -17,8 +18,18 @@ import msgspec
 from fsspec.core import url_to_fs
 
 from ..schemas import codec
-from ..schemas.errors import ConfigError, MissingExtra, StorageCorrupt, StorageUnavailable
+from ..schemas.errors import (
+    ConfigError,
+    MissingExtra,
+    StorageCorrupt,
+    StorageGone,
+    StorageUnavailable,
+)
 from ..schemas.events import Claim, Trajectory
+
+
+class UnknownScheme(ConfigError):
+    """A URI that no kind of storage goes by."""
 
 
 def open_storage(uri: str) -> tuple[Any, str]:
@@ -33,16 +44,19 @@ def open_storage(uri: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra(f"the storage of {uri}", "s3") from error
     except ValueError as error:
-        raise ConfigError(f"{uri}: {error}") from error
+        raise UnknownScheme(f"{uri}: {error}") from error
     if uri.startswith("s3://"):
         _demand_keys(uri)
     return found
 
 
 def storage_errors() -> tuple[type[Exception], ...]:
-    """What a store that is away, full or unwilling raises; botocore's errors are no OSError."""
-    botocore = sys.modules.get("botocore.exceptions")
-    return (OSError,) if botocore is None else (OSError, botocore.BotoCoreError)
+    """What a store that is away, full or unwilling raises; clients' own errors are no OSError."""
+    found: list[type[Exception]] = [OSError]
+    for module, name in (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError")):
+        if client := sys.modules.get(module):
+            found.append(getattr(client, name))
+    return tuple(found)
 
 
 def join_uri(uri: str, *parts: str) -> str:
@@ -70,12 +84,15 @@ def read_bytes(uri: str) -> bytes:
     """An object's bytes.
 
     Raises:
-        StorageUnavailable: missing or not readable now.
+        StorageGone: the store answers, and there is no such object.
+        StorageUnavailable: the store is away, or refuses now.
     """
     fs, path = open_storage(uri)
     try:
         return fs.cat_file(path)
-    except storage_errors() as error:
+    except (*storage_errors(), ValueError) as error:
+        if _says_gone(error):
+            raise StorageGone(f"{uri}: there is no such object ({error})") from error
         raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
 
 
@@ -114,13 +131,14 @@ def resolve(trajectory: Trajectory) -> Trajectory:
     """The trajectory with its sequences, fetched when they were stored beside the log.
 
     Raises:
-        StorageUnavailable: the object cannot be read now.
+        StorageUnavailable: the store is away; try again.
+        StorageGone: the object is not there, or its URI is none.
         StorageCorrupt: its bytes are not those of the claim.
     """
     claim = trajectory.claim
     if claim is None:
         return trajectory
-    content = read_bytes(claim.uri)
+    content = _claimed(claim)
     found = hashlib.sha256(content).hexdigest()
     if found != claim.sha256:
         raise StorageCorrupt(
@@ -130,6 +148,25 @@ def resolve(trajectory: Trajectory) -> Trajectory:
         )
     stored = codec.decode(content, Trajectory)
     return msgspec.structs.replace(trajectory, sequences=stored.sequences, claim=None)
+
+
+def _claimed(claim: Claim) -> bytes:
+    """The object of a claim, whose URI is a record's word and no setting of ours."""
+    try:
+        return read_bytes(claim.uri)
+    except UnknownScheme as error:
+        raise StorageGone(str(error)) from error
+    except (ConfigError, MissingExtra) as error:
+        # this process lacks a package or keys: others have them, and so may its successor
+        raise StorageUnavailable(str(error)) from error
+
+
+def _says_gone(error: Exception) -> bool:
+    """Whether waiting cannot help: no such object, or no name that an object could have."""
+    is_gone = isinstance(
+        error, FileNotFoundError | IsADirectoryError | NotADirectoryError | ValueError
+    )
+    return is_gone or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @cache

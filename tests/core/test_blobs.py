@@ -1,9 +1,16 @@
 import msgspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from streamrft.schemas import arrays, codec
-from streamrft.schemas.errors import ConfigError, MissingExtra, StorageCorrupt, StorageUnavailable
+from streamrft.schemas.errors import (
+    ConfigError,
+    MissingExtra,
+    StorageCorrupt,
+    StorageGone,
+    StorageUnavailable,
+)
 from streamrft.schemas.events import Sequence, Trajectory, Turn
 from streamrft.streams import blobs
 
@@ -62,13 +69,49 @@ def test_altered_object_is_refused_by_its_digest(tmp_path):
         blobs.resolve(left)
 
 
-def test_missing_object_is_retriable_and_names_its_uri(tmp_path):
-    left = blobs.put_claim(str(tmp_path), long_trajectory())
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_missing_object_is_gone_and_named(tmp_path, scheme):
+    left = blobs.put_claim(f"{scheme}{tmp_path}", long_trajectory())
     assert left.claim is not None
-    (tmp_path / "claims" / left.claim.sha256).unlink()
-    with pytest.raises(StorageUnavailable, match=left.claim.sha256) as caught:
+    fs, path = blobs.open_storage(left.claim.uri)
+    fs.rm(path)
+    with pytest.raises(StorageGone, match=left.claim.sha256) as caught:
+        blobs.resolve(left)
+    assert not caught.value.retriable
+
+
+@pytest.mark.parametrize(
+    "uri", ["", "gopher://host/x", "/", "x" * 5_000, "nul\0", "http://[", "file:///dev/null/x"]
+)
+def test_claim_that_names_no_object_is_gone(tmp_path, uri):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+    claim = msgspec.structs.replace(left.claim, uri=uri)
+    with pytest.raises(StorageGone):
+        blobs.resolve(msgspec.structs.replace(left, claim=claim))
+
+
+@pytest.mark.parametrize("error", [PermissionError("not yours"), ConnectionResetError("reset")])
+def test_store_that_refuses_is_away(tmp_path, monkeypatch, error):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+
+    def refuse(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", refuse)
+    with pytest.raises(StorageUnavailable, match=str(error)) as caught:
         blobs.resolve(left)
     assert caught.value.retriable
+
+
+def test_claim_that_this_process_lacks_a_package_for_is_away(tmp_path, monkeypatch):
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+
+    def refuse(uri: str):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(blobs, "url_to_fs", refuse)
+    with pytest.raises(StorageUnavailable, match="pip install"):
+        blobs.resolve(left)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
