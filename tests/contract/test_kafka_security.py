@@ -3,10 +3,13 @@
 import subprocess
 
 import pytest
+from join_run import JoinRun
+from join_scripts import scored
 from kafka_broker import Broker, free_port, needs_kafka_home
 from log_process import read
 
 from streamrft.schemas.errors import AccessDenied, ConfigError
+from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 
 PLAIN = {"security.protocol": "SASL_PLAINTEXT"}
@@ -187,6 +190,14 @@ def test_broker_that_the_authority_did_not_sign_is_refused_with_the_reason(open_
     _, _, keys = secured
     with pytest.raises(AccessDenied, match=r"TLS.*certificate.*ssl\.ca\.location"):
         open_as("alice", options={"ssl.ca.location": str(keys / "other.pem")}, url="tls")
+
+
+def test_faust_comes_in_over_tls_with_the_same_options_and_environment(open_as, secured):
+    _, _, keys = secured
+    log = open_as("alice", options={"ssl.ca.location": str(keys / "ca.pem")}, url="tls")
+    run = JoinRun(log, namespace="alices.run", engine="faust")
+    run.send(scored("g1:0:a", 1.0, at=now_ms()))
+    run.drive(lambda: run.num("experiences") == 1)
 
 
 @pytest.mark.parametrize("name", ["sasl.password", "sasl.username", "ssl.key.password"])
