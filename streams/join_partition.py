@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -66,7 +66,7 @@ class PartitionJoin:
         self.out = Outbox(topics)
         self.now_ms = 0
 
-    def restore(self, states: Sequence[bytes], counters: Mapping[str, int]) -> None:
+    def restore(self, states: Iterable[bytes], counters: Mapping[str, int]) -> None:
         """Go on where the last committed batch of this partition ended."""
         counts = {name: counters.get(name, 0) for name in self.join.counts}
         self.join.restore(states, counts=counts, time_ms=counters.get("time_ms", 0))

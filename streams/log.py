@@ -148,7 +148,8 @@ class Consumer(Protocol):
         """Next committed records, at most `max_records`, in offset order within a partition.
 
         Waits up to `timeout_ms` for the first one, idle almost for free; renews leases and
-        applies assignments. Returns [] at the deadline. Partitions are served fairly.
+        applies assignments, which is all that `max_records` 0 does. Returns [] at the deadline.
+        Partitions are served fairly.
 
         Raises:
             OffsetOutOfRange: the position was deleted by retention or lies past the end.

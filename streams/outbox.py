@@ -14,7 +14,7 @@ Layout of the compacted topic `join_state`, one record a key, partition by parti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from ..schemas import codec
 from ..schemas.errors import OffsetOutOfRange
 from ..schemas.events import Event
 from ..schemas.topics import Topics, key_of
-from .log import Log, Partition, Producer
+from .log import Log, Partition, Producer, Record
 from .reading import begins, read_to_end
 
 COUNTERS_KEY = b"__counters__"
@@ -91,13 +91,21 @@ def encode_counters(counters: Mapping[str, int], positions: Mapping[str, int]) -
     )
 
 
-def read_state(log: Log, topics: Topics, partition: int) -> JoinState:
+def read_state(
+    log: Log,
+    topics: Topics,
+    partition: int,
+    *,
+    through: Callable[[Iterator[Record]], Iterable[Record]] = iter,
+) -> JoinState:
     """The last state of every group of one partition, its counters and positions.
+
+    `through` passes the records on; what else it does has time while many are read.
 
     Raises:
         LogUnavailable: the end could not be reached; try again.
     """
-    latest = _read_latest(log, Partition(topics.name("join_state"), partition))
+    latest = _read_latest(log, Partition(topics.name("join_state"), partition), through)
     value = latest.pop(COUNTERS_KEY, None) or b"\x80"
     found = msgspec.msgpack.decode(value, type=dict[str, int])
     positions = {n.removeprefix(_NEXT): found.pop(n) for n in list(found) if n.startswith(_NEXT)}
@@ -116,13 +124,15 @@ def read_counters(log: Log, topics: Topics) -> dict[str, int]:
     return total
 
 
-def _read_latest(log: Log, source: Partition) -> dict[bytes, bytes]:
+def _read_latest(
+    log: Log, source: Partition, through: Callable[[Iterator[Record]], Iterable[Record]]
+) -> dict[bytes, bytes]:
     """The last value of every key that has one."""
     latest: dict[bytes, bytes] = {}
     while True:
         starts = {source: begins(log, source.topic)[source]}
         try:
-            for record in read_to_end(log, starts):
+            for record in through(read_to_end(log, starts)):
                 assert record.key is not None, "join_state records have keys"
                 latest.pop(record.key, None)
                 if record.value is not None:

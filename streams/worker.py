@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..schemas.errors import Fenced, MissingExtra, StreamrftError
 from ..schemas.events import now_ms
@@ -27,11 +27,13 @@ from .pipeline import Pipeline
 from .process import Process
 from .settings import StreamSettings
 
+T = TypeVar("T")
 logger = logging.getLogger("streamrft")
 
 POLL_MS, POLL_WITH_DEADLINES_MS = 500, 100
 FIRST_BACKOFF_S, FENCED_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 1.0, 5.0
 METRICS_INTERVAL_S = 1.0
+BREATH_S = 0.3
 GROUP = "join"
 
 
@@ -176,6 +178,7 @@ class JoinWorker:
         self._units: dict[int, tuple[PartitionJoin, Feed]] = {}
         self._held: dict[int, _Held] = {}
         self._rewound: set[int] = set()
+        self._lost: set[int] = set()
         self._metrics_at = 0.0
 
     def run(self) -> None:
@@ -206,6 +209,7 @@ class JoinWorker:
             by_partition[record.partition].append(record)
         moved: dict[int, Batch] = {}
         now = now_ms()
+        self._lost.clear()
         for partition in self._assigned():
             if not self._is_ready(partition):
                 continue
@@ -228,6 +232,8 @@ class JoinWorker:
     def _work(self, partition: int, records: list[Record], now: int) -> Batch | None:
         if partition not in self._units and self._restore(partition):
             records = []
+        if partition not in self._units:
+            return None  # it went to another while its state was read
         unit, feed = self._units[partition]
         unit.now_ms = now
         if not feed.advance(unit, records, now):
@@ -256,12 +262,24 @@ class JoinWorker:
             partition=partition,
             reader=self._process.name,
         )
-        state = read_state(self._log, self._topics, partition)
-        unit.restore(state.groups, state.counters)
+        state = read_state(self._log, self._topics, partition, through=self._breathing)
+        unit.restore(self._breathing(state.groups), state.counters)
+        if partition in self._lost:
+            return False
         is_moved = self._go_to(partition, state.positions)
         feed = self._feed_type(self._log, self._consumer, self._topics, partition)
         self._units[partition] = unit, feed
         return is_moved
+
+    def _breathing(self, values: Iterable[T]) -> Iterator[T]:
+        """Pass values on, and stay a member of the group however long that takes."""
+        breath_at = time.monotonic() + BREATH_S
+        for value in values:
+            yield value
+            if time.monotonic() > breath_at:
+                self._consumer.poll(0)
+                self._process.idle("the state of its groups")
+                breath_at = time.monotonic() + BREATH_S
 
     def _go_to(self, partition: int, positions: Mapping[str, int]) -> bool:
         """Read on where the state ends; whether the consumer stood elsewhere."""
@@ -286,6 +304,8 @@ class JoinWorker:
 
     def _is_ready(self, partition: int) -> bool:
         """Whether the partition runs; a held one is tried again when its pause is over."""
+        if partition in self._lost:
+            return False  # the records of this turn are of its former life
         held = self._held.get(partition)
         if held is None or partition in self._units:
             return True
@@ -320,6 +340,7 @@ class JoinWorker:
             self._units.pop(partition, None)
             self._held.pop(partition, None)
             self._rewound.discard(partition)
+            self._lost.add(partition)
 
     def _say(self, is_moved: bool) -> None:
         now = time.monotonic()

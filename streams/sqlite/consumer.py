@@ -119,6 +119,8 @@ class SqliteConsumer:
         while True:
             if self._membership is not None:
                 self._follow_group(self._membership)
+            if not max_records:
+                return []
             version = self._store.version()
             if version != self._read_version:
                 records = self._read(max_records)
