@@ -18,8 +18,9 @@ gsm8k: .venv/run
 
 # a broker to try things on, at 127.0.0.1:$(KAFKA_PORT), until Ctrl-C; needs no .venv
 KAFKA_PORT ?= 9092
+KAFKA_FOLDER ?= runs/kafka
 kafka:
-	@$(PYTHON) -m deploy.kafka.serve --port $(KAFKA_PORT)
+	@$(PYTHON) -m deploy.kafka.serve --port $(KAFKA_PORT) --folder $(KAFKA_FOLDER)
 
 test: .venv/dev
 	$(BIN)/python -m pytest

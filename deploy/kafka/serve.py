@@ -64,7 +64,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        return start(arguments.folder, arguments.port)
+        return start(arguments.folder.resolve(), arguments.port)
     except (CannotStart, BrokerFailed) as error:
         print(error, file=sys.stderr)
         return 1
