@@ -3,6 +3,7 @@
 - A Faust consumer outside `exactly_once` reads uncommitted records, among them those of aborted
   transactions. Ours reads committed ones only.
 - Faust commits the offsets it thinks were processed. Ours commits the positions of the state.
+- Faust's consumer has a thread that a process waits for at its end. Ours is a daemon.
 - Co-partitioned topics go to one worker only under Faust's own assignor, which it uses without
   tables while `table_standby_replicas` is not 0.
 
@@ -17,6 +18,7 @@ from typing import Any
 import faust
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
+from mode.threads import WorkerThread
 
 from ..log import Partition
 
@@ -24,7 +26,15 @@ VERSION = "0.15.3"
 _FETCH_WAIT_MS = 100
 
 
+class _DaemonThread(WorkerThread):
+    def __init__(self, service: Any, **options: Any) -> None:
+        super().__init__(service, **options)
+        self.daemon = True
+
+
 class _ConsumerThread(driver.AIOKafkaConsumerThread):
+    Worker = _DaemonThread
+
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
         consumer._isolation_level = "read_committed"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("streamrft")
 
-_START_S, _STOP_S = 60.0, 8.0
+_START_S, _STOP_S = 60.0, 5.0
 _LOOK_S, _RESTART_S = 0.5, 1.0
 
 MakeApp = Callable[[Sequence[str], Exchange], "faust.App"]

@@ -9,6 +9,7 @@ from ...schemas.errors import ConfigError, Fenced, StreamrftError
 from .. import faults
 from ..kafka.log import KafkaLog
 from ..kafka.producer import KafkaProducer
+from ..log import Partition
 from ..process import Process
 from ..worker import GROUP, Batch
 from .app import build
@@ -42,8 +43,19 @@ class FaustShell:
         membership = membership or EmbeddedFaust(
             partial(build, self._log.options, self._group), exchange
         )
+        self._check_rights(process)
         self.consumer = FaustConsumer(self._log, membership, exchange)
         self._producers: dict[int, KafkaProducer] = {}
+
+    def _check_rights(self, process: Process) -> None:
+        """Ask as a member would: Faust waits in silence for a right that it does not have.
+
+        Raises:
+            AccessDenied: on the group, or a topic.
+        """
+        asker = self._log.consumer(group=self._group)
+        asker.committed([Partition(process.topics.name("trajectories"), 0)])
+        asker.close()
 
     def claim(self, partition: int) -> None:
         """See `Shell.claim`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -127,6 +128,7 @@ def test_positions_are_stored_for_the_group(log, topics):
     group, place = f"{topics[0]}.group", Partition(topics[0], 2)
     with Member(log, group, topics) as member:
         wait_for(lambda: bool(member.exchange.assigned))
+        assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
         member.exchange.note({place: 7})
         wait_for(lambda: log.consumer(group=group).committed([place]) == {place: 7})
 

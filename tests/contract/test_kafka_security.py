@@ -84,8 +84,8 @@ def open_as(secured, monkeypatch):
         log.close()
 
 
-def grant(broker, user, namespace):
-    """What a process of a run needs: everything under its namespace."""
+def grant(broker, user, namespace, *kinds):
+    """What a process of a run needs: everything under its namespace; `kinds` alone, if given."""
     from confluent_kafka.admin import (
         AclBinding,
         AclOperation,
@@ -114,7 +114,7 @@ def grant(broker, user, namespace):
             AclOperation.ALL,
             AclPermissionType.ALLOW,
         )
-        for kind in (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID)
+        for kind in kinds or (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID)
     ]
     for future in admin.create_acls(bindings).values():
         future.result(10)
@@ -198,6 +198,15 @@ def test_faust_comes_in_over_tls_with_the_same_options_and_environment(open_as, 
     run = JoinRun(log, namespace="alices.run", engine="faust")
     run.send(scored("g1:0:a", 1.0, at=now_ms()))
     run.drive(lambda: run.num("experiences") == 1)
+
+
+def test_faust_without_a_right_on_the_group_says_which_is_missing(open_as, secured):
+    from confluent_kafka.admin import ResourceType
+
+    grant(secured[0], "bob", "bobs.run", ResourceType.TOPIC, ResourceType.TRANSACTIONAL_ID)
+    run = JoinRun(open_as("bob"), namespace="bobs.run", engine="faust")
+    with pytest.raises(AccessDenied, match=r"bobs\.run\.join.*a right on this group is missing"):
+        run.drive(lambda: False, timeout_s=20)
 
 
 @pytest.mark.parametrize("name", ["sasl.password", "sasl.username", "ssl.key.password"])
