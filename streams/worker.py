@@ -10,6 +10,7 @@ business of a shell: the native one, on the log port alone, is here; `faust` has
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,7 +98,9 @@ def run_join(
 
 def check_shell(settings: StreamSettings) -> None:
     """Raise MissingExtra when the shell's library is not installed here."""
-    if settings.engine == "faust" and find_spec("faust") is None:
+    if settings.engine != "faust" or "faust" in sys.modules:
+        return  # an imported one, which has no spec
+    if find_spec("faust") is None:
         advice = " for Kafka's join workers, or set streams.engine: native"
         raise MissingExtra("faust-streaming", "faust", advice)
 
