@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from log_process import Worker
@@ -38,6 +38,7 @@ class Place:
     opened: list[Log] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
     compacts_soon: dict[str, str] = field(default_factory=dict)
+    engine: Literal["native", "faust"] = "native"
     forgets_tombstones: dict[str, str] = field(default_factory=lambda: {"tombstone_ms": "0"})
 
     def name(self, name: str) -> str:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from object_store import ObjectStore
 from training_feed import TOPICS, Feed, ended, experience, group, trained_ids
 
 from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.settings import SftSource
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.streams import blobs
 from streamrft.streams.log import Partition, Position
 
 
@@ -139,15 +139,17 @@ def test_tokens_that_the_model_does_not_know_are_dropped(feed: Feed):
 
 def test_large_trajectory_is_fetched_when_its_storage_is_back(feed: Feed):
     whole = codec.decode(experience(0, 0).trajectory, ev.Trajectory)
-    claimed = blobs.put_claim(str(feed.folder / "storage"), whole)
+    store = ObjectStore(feed.folder / "storage")
+    claimed = store.put_claim(whole)
+    store.stop()
     feed.write(experience(0, 0, trajectory=codec.encode(claimed)), experience(0, 1), *group(1))
     feed.write(ended(2), topic="tasks")
-    (feed.folder / "storage").rename(feed.folder / "away")
     running = feed.start()
-    assert "storage" in wait_for_blocker(feed, "storage")
+    assert "cannot be read" in wait_for_blocker(feed, store.uri)
     assert feed.cuts == []
-    (feed.folder / "away").rename(feed.folder / "storage")
+    store.start()
     running.join(30)
+    store.stop()
     assert running.exitcode == 0
     assert len(trained_ids(feed.cuts)) == 4
 

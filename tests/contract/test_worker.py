@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from join_run import JoinRun, ids
-from join_scripts import failed, rew, scored, sequence, traj
+from join_scripts import failed, rew, scored, traj
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.events import now_ms
 from streamrft.schemas.topics import partition_for
-from streamrft.streams import blobs
 from streamrft.streams.settings import OperatorSettings, StreamSettings
 
 FAST = StreamSettings(grace_ms=0)
@@ -177,25 +176,6 @@ def test_what_a_users_filter_raises_is_a_dead_letter_and_neighbours_go_on(run, m
     }
     assert len(run.dead_letters()) == 2
     assert all("no such metric" in letter.error for letter in run.dead_letters())
-
-
-def test_a_claimed_trajectory_waits_for_its_storage_while_other_partitions_go_on(run, tmp_path):
-    whole = scored("g1:0:a", 1.0, at=now_ms(), sequences=[sequence(64)])
-    claimed = blobs.put_claim(str(tmp_path / "storage"), whole)
-    stored = tmp_path / "storage" / "claims" / claimed.claim.sha256
-    away = stored.rename(tmp_path / "away")
-    home = partition_for(b"g1", 4)
-    other = next(g for g in "abcdefgh" if partition_for(g.encode(), 4) != home)
-    run.send(claimed, *group(other))
-    run.drive(
-        lambda: run.num("experiences") == 2 and any("claims" in b for b in run.process.blockers)
-    )
-    away.rename(stored)
-    run.drive(lambda: run.num("experiences") == 3)
-    (e,) = [e for e in run.experiences() if e.group_id == "g1"]
-    assert (e.num_tokens, e.num_trained_tokens) == (64, 63)
-    assert e.trajectory == codec.encode(claimed)
-    assert run.dead_letters() == run.drops() == []
 
 
 @dataclass(frozen=True)
