@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import signal
 import time
 from collections import Counter
@@ -23,15 +24,27 @@ Event = ev.Trajectory | ev.Reward
 SETTINGS: dict[str, int] = dict(batch_records=20, grace_ms=0)
 
 
-@pytest.fixture
-def url(tmp_path):
-    return f"sqlite:///{tmp_path}/log.db"
+ON_KAFKA = ["sqlite", "kafka-faust", pytest.param("kafka-native", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
-def run(url):
+def shell(request):
+    """The log and the shell of its workers."""
+    return getattr(request, "param", "sqlite")
+
+
+@pytest.fixture
+def url(tmp_path, shell, request):
+    if shell == "sqlite":
+        return f"sqlite:///{tmp_path}/log.db"
+    return request.getfixturevalue("kafka_url")
+
+
+@pytest.fixture
+def run(url, shell):
     log = open_log(url, Limits(session_timeout_ms=SESSION_MS))
-    yield JoinRun(log)
+    engine = "faust" if shell == "kafka-faust" else "native"
+    yield JoinRun(log, namespace=f"kill-{secrets.token_hex(4)}", engine=engine)
     log.close()
 
 
@@ -76,6 +89,7 @@ def settled(run: JoinRun, events: list[Event]) -> None:
     assert counts["open_groups"] == counts["pending"] == 0
 
 
+@pytest.mark.parametrize("shell", ON_KAFKA, indirect=True)
 @pytest.mark.parametrize("point", ["join.before_commit", "join.committed"])
 def test_a_worker_killed_around_its_commit_loses_and_doubles_nothing(url, run, tmp_path, point):
     events = history(60)
@@ -101,6 +115,7 @@ def test_workers_killed_at_random_times_lose_and_double_nothing(url, run, seed):
         settled(run, events)
 
 
+@pytest.mark.parametrize("shell", ON_KAFKA, indirect=True)
 def test_a_worker_paused_past_its_lease_publishes_nothing_when_it_wakes(url, run):
     events = history(40, seed=3)
     send(run, events)
@@ -156,7 +171,8 @@ def as_read(run: JoinRun, partition: int) -> list[Step]:
     return steps + [event for topic in rest for _, event in rest[topic]]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("shell", ON_KAFKA, indirect=True)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deadlines_of_killed_workers_close_as_the_recorded_clocks_say(url, run, seed):
     rng = random.Random(seed)
     for wave in range(4):
