@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from ..streams.blobs import open_storage, sync
+from ..schemas.errors import StorageUnavailable
+from ..streams.blobs import open_storage, storage_errors, sync
 
 MANIFEST = "manifest.json"
 
@@ -132,7 +134,10 @@ class LocalFolders:
 
 
 class RemoteFolders:
-    """Folders on an object store: no rename, so they keep the epoch; the manifest goes up last."""
+    """Folders on an object store: no rename, so they keep the epoch; the manifest goes up last.
+
+    Everything raises StorageUnavailable when the store does not answer or refuses.
+    """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
@@ -150,47 +155,67 @@ class RemoteFolders:
 
     def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
         """Upload `files`, then the manifest."""
-        for path in [*files, MANIFEST]:
-            self._fs.put_file(str(staged / path), f"{self._fs._strip_protocol(uri)}/{path}")
+        with _answering(uri):
+            for path in [*files, MANIFEST]:
+                self._fs.put_file(str(staged / path), f"{self._fs._strip_protocol(uri)}/{path}")
 
     def names(self) -> list[str]:
         """Folders here."""
-        self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
-            return []
-        found = self._fs.ls(self._root, detail=True)
+        with _answering(self.uri):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._root):
+                return []
+            found = self._fs.ls(self._root, detail=True)
         return sorted(e["name"].rsplit("/", 1)[-1] for e in found if e["type"] == "directory")
 
     def read(self, name: str, path: str) -> bytes:
         """One object."""
-        return self._fs.cat_file(f"{self._root}/{name}/{path}")
+        with _answering(self.uri):
+            return self._fs.cat_file(f"{self._root}/{name}/{path}")
 
     def size(self, name: str, path: str) -> int:
         """Its size."""
-        return int(self._fs.size(f"{self._root}/{name}/{path}"))
+        with _answering(self.uri):
+            return int(self._fs.size(f"{self._root}/{name}/{path}"))
 
     def fetch(self, name: str, paths: Iterable[str], into: Path) -> Path:
         """Copies under `into/<name>`."""
         for path in paths:
             target = into / name / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._fs.get_file(f"{self._root}/{name}/{path}", str(target))
+            with _answering(self.uri):
+                self._fs.get_file(f"{self._root}/{name}/{path}", str(target))
         return into / name
 
     def remove(self, name: str) -> None:
         """Manifest first."""
         manifest = f"{self._root}/{name}/{MANIFEST}"
-        if self._fs.exists(manifest):
-            self._fs.rm_file(manifest)
-        self._fs.rm(f"{self._root}/{name}", recursive=True)
+        with _answering(self.uri):
+            if self._fs.exists(manifest):
+                self._fs.rm_file(manifest)
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def remove_staged(self) -> list[str]:
         """Folders without a manifest: the caller holds the lease, so nobody fills them."""
-        left = [n for n in self.names() if not self._fs.exists(f"{self._root}/{n}/{MANIFEST}")]
-        left = [n for n in left if n.startswith("global_step_")]
-        for name in left:
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
+        found = [name for name in self.names() if name.startswith("global_step_")]
+        with _answering(self.uri):
+            left = [n for n in found if not self._fs.exists(f"{self._root}/{n}/{MANIFEST}")]
+            for name in left:
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
         return left
+
+
+@contextmanager
+def _answering(uri: str) -> Iterator[None]:
+    """A missing file is an answer; what else a store raises gets a name."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except storage_errors() as error:
+        raise StorageUnavailable(
+            f"{uri}: the store does not answer, or refuses: {error}"
+        ) from error
 
 
 def _files(folder: Path) -> list[str]:

@@ -186,7 +186,7 @@ class Saver:
     def _retire(self) -> None:
         try:
             gone = self.store.retire(keep_full=self.settings.max_checkpoints_to_keep)
-        except OSError as error:
+        except storage_errors() as error:
             logger.warning("old checkpoints are not deleted: %s", error)
             return
         if gone:

@@ -20,7 +20,7 @@ def make_bucket(uri: str) -> bool:
         StorageUnavailable: the store does not answer, or refuses.
     """
     fs, path = open_storage(uri)
-    bucket = path.split("/", 1)[0]
+    bucket = path.strip("/").split("/", 1)[0]
     if not bucket:
         raise ConfigError(f"{uri}: names no bucket; write s3://BUCKET[/FOLDER].")
     try:
