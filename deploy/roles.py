@@ -119,7 +119,7 @@ def hosted_join() -> faust.App:
     stage = _with_engine(run.stage(os.environ.get("STREAMRFT_STAGE")), "faust")
     _check_role(stage, "join")
     assert stage.streams is not None
-    join = _HostedJoin(run, stage, os.environ.get("STREAMRFT_NAME") or f"join-{os.getpid()}")
+    join = _HostedJoin(run, stage, os.environ.get("STREAMRFT_NAME") or own_name("join"))
     return hosted(
         Options.of(run.log_url, run.limits),
         f"{stage.topics.namespace}.{GROUP}",
@@ -202,7 +202,8 @@ def _log_to_stderr(run: Run) -> None:
     )
     logging.captureWarnings(True)
     # libraries below tell every request and compilation at INFO
-    for name in ("httpx", "urllib3", "filelock", "fsspec", "datasets", "torch"):
+    noisy = "httpx urllib3 filelock fsspec datasets torch botocore aiobotocore"
+    for name in noisy.split():
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
