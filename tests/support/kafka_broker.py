@@ -1,22 +1,25 @@
 """A real Apache Kafka for tests, from the jars of KAFKA_HOME, or one that runs already.
 
 KAFKA_HOME is a folder with `libs/` (a downloaded Kafka, or its jars alone) and needs Java 17.
-KAFKA_BOOTSTRAP_SERVERS names a broker that runs already; tests that need one of their own
-(security, kills) then still ask for KAFKA_HOME.
+KAFKA_BOOTSTRAP_SERVERS names a broker that runs already, with `group.min.session.timeout.ms` of at
+most 1500, as `make kafka` has it; tests that need one of their own (security, kills) then still ask
+for KAFKA_HOME.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from streamrft.deploy.kafka import broker
 from streamrft.deploy.kafka.broker import free_port
 
-__all__ = ["Broker", "free_port", "needs_kafka_home"]
+__all__ = ["Broker", "Cluster", "free_port", "needs_kafka_home"]
 # quick sessions, retention and compaction, so that tests need not wait for them
 QUICK = {
     "offsets.topic.num.partitions": "2",
@@ -34,6 +37,16 @@ QUICK = {
     "log.cleaner.backoff.ms": "100",
     "broker.session.timeout.ms": "2000",
     "broker.heartbeat.interval.ms": "500",
+}
+
+REPLICATED = {
+    "offsets.topic.replication.factor": "3",
+    "transaction.state.log.replication.factor": "3",
+    "transaction.state.log.min.isr": "2",
+    "share.coordinator.state.topic.replication.factor": "3",
+    "share.coordinator.state.topic.min.isr": "2",
+    "default.replication.factor": "3",
+    "min.insync.replicas": "2",
 }
 
 
@@ -55,6 +68,38 @@ class Broker(broker.Broker):
             {**QUICK, **(settings or {})},
             more_listeners,
         )
+
+
+class Cluster:
+    """Three nodes; a record is acknowledged once two have it, so one may be away."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = [(free_port(), free_port()) for _ in range(3)]
+        voters = ",".join(f"{i}@127.0.0.1:{port}" for i, (_, port) in enumerate(ports, 1))
+        quorum = {**QUICK, **REPLICATED, "controller.quorum.voters": voters}
+        home = Path(os.environ["KAFKA_HOME"])
+        self.nodes = {
+            i: broker.Broker(folder / f"node{i}", home, *own, {**quorum, "node.id": str(i)})
+            for i, own in enumerate(ports, 1)
+        }
+        self.url = "kafka://" + ",".join(node.address for node in self.nodes.values())
+
+    def start(self) -> Cluster:
+        """Start all at once, since none serves alone."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: node.start(), self.nodes.values()))
+        return self
+
+    def leader(self, topic: str, partition: int = 0) -> broker.Broker:
+        """The node that leads a partition now."""
+        admin = AdminClient({"bootstrap.servers": self.url.removeprefix("kafka://")})
+        found = admin.list_topics(topic, timeout=30).topics[topic]
+        return self.nodes[found.partitions[partition].leader]
+
+    def stop(self) -> None:
+        """An orderly end of all."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: node.stop(), self.nodes.values()))
 
 
 def needs_kafka_home() -> None:
