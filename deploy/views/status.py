@@ -81,6 +81,7 @@ class Status:
                     "age_s": round((self.now_ms - beat.produced_at) / 1000, 1),
                     "pid": beat.pid,
                     "host": beat.host,
+                    "metrics": beat.metrics,
                 }
                 for beat in self.processes
             ],
@@ -170,13 +171,14 @@ def _show(console: Console, status: Status) -> None:
     if status.saved:
         grid.add_row("checkpoint", f"step {status.saved.step}, {status.saved.uri}")
     if stage.streams is not None:
-        _add_counts(grid, balance)
+        _add_counts(grid, status)
     console.print(grid)
     _show_processes(console, status)
     _show_verdict(console, balance)
 
 
-def _add_counts(grid: Table, balance: Balance) -> None:
+def _add_counts(grid: Table, status: Status) -> None:
+    balance = status.balance
     ended = {k: n for k, n in balance.states.items() if n or k == TRAINED}
     grid.add_row("ended", _counts(ended))
     grid.add_row(
@@ -188,6 +190,8 @@ def _add_counts(grid: Table, balance: Balance) -> None:
     others = {"dead letters": balance.num_dead_letters, "repeats": balance.num_repeats}
     others["amendments"] = balance.num_amended
     others["ends deleted by retention"] = balance.num_forgotten
+    left_out = sum(beat.metrics.get("faust/gap_records", 0) for beat in status.processes)
+    others["records that Faust left out, read from the log"] = int(left_out)
     if any(others.values()):
         grid.add_row("beside", _counts({k: n for k, n in others.items() if n}))
 
