@@ -245,7 +245,10 @@ class Log(Protocol):
     """A log: topics, producers, consumers, leases."""
 
     def ensure_topics(self, specs: Iterable[TopicSpec]) -> None:
-        """Create what is missing. Raises LogError when an existing topic has other partitions."""
+        """Create what is missing; let retention and limits grow, never shrink (see `widening`).
+
+        Raises LogError when an existing topic has other partitions, or another cleanup.
+        """
         ...
 
     def describe(self, topics: Iterable[str] | None = None) -> dict[str, TopicInfo]:

@@ -18,6 +18,7 @@ from confluent_kafka.admin import (
 
 from ...schemas.errors import AccessDenied, LogError, UnknownTopic
 from ..log import Partition, TopicInfo, TopicSpec
+from ..widening import widened
 from .cluster import REQUEST_S, Cluster
 from .options import RECORD_MARGIN_BYTES
 
@@ -93,7 +94,7 @@ class Topics:
         }
 
     def ensure(self, specs: Iterable[TopicSpec]) -> None:
-        """Create what is missing; limits of retention and size follow the given ones."""
+        """Create what is missing; retention and limits grow to the given ones."""
         wanted = {spec.name: spec for spec in specs}
         for spec in wanted.values():
             if spec.num_partitions < 1:
@@ -106,8 +107,9 @@ class Topics:
         found = self.await_topics(wanted)
         for name, spec in wanted.items():
             _demand_same(found[name], spec)
-            if found[name] != (made := self._as_made(spec)):
-                self._alter(spec, made)
+            made = self._as_made(spec)
+            if found[name] != made and found[name] != (wide := widened(found[name], made)):
+                self._alter(wide)
 
     def await_topics(self, names: Iterable[str]) -> dict[str, TopicSpec]:
         """The topics of these names, once every broker knows them."""
@@ -154,8 +156,11 @@ class Topics:
         (future,) = self._cluster.admin.incremental_alter_configs([resource]).values()
         self._cluster.result(future, name)
 
-    def _alter(self, spec: TopicSpec, made: TopicSpec) -> None:
-        config = {n: v for n, v in self.config_of(spec).items() if n != "cleanup.policy"}
+    def _alter(self, spec: TopicSpec) -> None:
+        config = self.config_of(spec)
+        del config["cleanup.policy"]
+        own = _config(spec)
+        config |= {name: own[name] for name in ("retention.ms", "max.message.bytes")}
         try:
             self.set_config(spec.name, config)
         except AccessDenied as error:
@@ -163,7 +168,7 @@ class Topics:
                 f"{error} Its retention or size limit differs from the configuration: found "
                 f"{self._known[spec.name]}, wanted {spec}."
             ) from error
-        until_seen(lambda: self.look_up([spec.name])[spec.name] == made, spec.name)
+        until_seen(lambda: self.look_up([spec.name])[spec.name] == spec, spec.name)
 
     def describe(self, names: Iterable[str] | None) -> dict[str, TopicInfo]:
         """Named topics, or all that are not Kafka's own."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...schemas.errors import LogError, UnknownTopic
 from ..log import Partition, TopicInfo, TopicSpec
+from ..widening import widened
 from .store import Store
 
 _DELETE_BATCH = 5_000
@@ -72,7 +73,7 @@ class TopicTable:
         self._known.pop(name, None)
 
     def ensure(self, specs: Iterable[TopicSpec]) -> None:
-        """Create what is missing; limits of retention and size follow the given ones."""
+        """Create what is missing; retention and limits grow to the given ones."""
         for spec in specs:
             if spec.num_partitions < 1:
                 raise LogError(
@@ -89,8 +90,8 @@ class TopicTable:
                     f"{found.cleanup!r}; asked for {spec.num_partitions}, {spec.cleanup!r}. Both "
                     "are fixed when a topic is created: use another name, or keep them."
                 )
-            if found != spec:
-                self._alter(spec)
+            if found != spec and found != (wide := widened(found, spec)):
+                self._alter(wide)
 
     def describe(self, names: Iterable[str] | None) -> dict[str, TopicInfo]:
         """Named topics, or all."""

@@ -129,12 +129,25 @@ def test_value_over_the_limit_of_its_topic_is_refused_and_others_go_on(place, lo
     assert len(producer.flush()) == 1
 
 
-def test_limit_of_a_topic_follows_the_configuration(place, log):
-    topic = place.create(log, "grown", max_event_bytes=100)
+def test_limit_and_retention_of_a_topic_grow_with_the_configuration(place, log):
+    topic = place.create(log, "grown", max_event_bytes=100, retention_ms=3_600_000)
     place.create(log, "grown", max_event_bytes=200)
     producer = log.producer()
     producer.send(topic, b"x" * 200)
     assert len(producer.flush()) == 1
+    assert log.describe([topic])[topic].spec.retention_ms is None
+
+
+def test_a_configuration_that_keeps_less_is_told_and_changes_nothing(place, log, caplog):
+    topic = place.create(log, "wide", max_event_bytes=200, retention_ms=7_200_000)
+    place.create(log, "wide", max_event_bytes=100, retention_ms=3_600_000)
+    spec = log.describe([topic])[topic].spec
+    assert (spec.max_event_bytes, spec.retention_ms) == (200, 7_200_000)
+    assert f"{topic}: keeps more than the configuration asks for" in caplog.text
+    caplog.clear()
+    place.create(log, "wide", max_event_bytes=300, retention_ms=3_600_000)
+    spec = log.describe([topic])[topic].spec
+    assert (spec.max_event_bytes, spec.retention_ms) == (300, 7_200_000)
 
 
 def test_unknown_topic_or_partition_is_refused_at_send(log, topic):
