@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -107,8 +108,15 @@ class EmbeddedFaust:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         app = self._make_app(self._topics, self._exchange)
+        # without a share of the partitions, or without a broker, it starts for long
+        starting = asyncio.ensure_future(app.start())
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait_for(app.start(), _START_S)
+            await asyncio.wait({starting, stopping}, timeout=_START_S, return_when=FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            elif not stopping.done():
+                raise TimeoutError(f"it did not start within {_START_S:g} s")
             while not self._stopping.is_set():
                 if app.crashed or app.should_stop:
                     raise app.crash_reason or RuntimeError("it stopped")
@@ -116,4 +124,6 @@ class EmbeddedFaust:
                     await asyncio.wait_for(self._stopping.wait(), _LOOK_S)
         finally:
             self._exchange.assign(())
+            starting.cancel()
+            stopping.cancel()
             await asyncio.wait_for(app.stop(), _STOP_S)

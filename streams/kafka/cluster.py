@@ -31,7 +31,8 @@ logger.setLevel(logging.CRITICAL + 1)  # librdkafka repeats what errors say, for
 
 REQUEST_S = 15.0
 _EARLIEST, _LATEST = EarliestSpec(), LatestSpec()
-_STABLE_S, _COORDINATOR_S = 60.0, 3.0
+# a member waits inside a callback, where it hears neither SIGTERM nor its group
+_STABLE_S, _COORDINATOR_S = 3.0, 3.0
 _RETRY_S = 0.05
 _SLICE_S = 0.3
 

@@ -251,10 +251,10 @@ class KafkaConsumer:
             raise translated
 
     def _join_anew(self) -> None:
-        """With a new client; shares of the old one are gone."""
+        """With a new client; shares of the old one are gone, which the owner hears."""
         assert self._client is not None and self._membership is not None
         self._client.close()
-        self.drop(self.assignment())
+        self._membership.lose(self.assignment())
         self._client = self._membership.join()
 
     def _check_offsets(self) -> None:

@@ -96,6 +96,12 @@ class Membership:
         time.sleep(_REJOIN_S)
         return True
 
+    def lose(self, partitions: list[Partition]) -> None:
+        """Shares that are gone without a callback of the group."""
+        self._shares.drop(partitions)
+        if partitions and self._on_revoke is not None:
+            self._on_revoke(partitions)
+
     def silence(self) -> None:
         """Call nobody back any more."""
         self._on_assign = self._on_revoke = None
@@ -136,10 +142,8 @@ class Membership:
     def _lost(self, client: Consumer, found: list[TopicPartition]) -> None:
         """Leases that are gone already: a commit in the callback is fenced."""
         partitions = self._held(found)
-        self._shares.drop(partitions)
         self._unassign(client, found)
-        if partitions and self._on_revoke is not None:
-            self._on_revoke(partitions)
+        self.lose(partitions)
 
     def _held(self, found: list[TopicPartition]) -> list[Partition]:
         held = set(self._shares.assignment())

@@ -1,8 +1,9 @@
 """What `event_log: kafka://...` and its options mean: addresses, rights, sizes and time-outs.
 
-`options` are librdkafka properties, passed on as they are, and three kinds of our own:
+`options` are librdkafka properties, passed on as they are, and four kinds of our own:
 `replication` (a number; the broker's default when absent), `topic.<name>` (a property of every
-topic that is created, such as `topic.min.insync.replicas`) and `connect_timeout_ms`.
+topic that is created, such as `topic.min.insync.replicas`), `connect_timeout_ms`, and
+`session_timeout_ms` (after which a silent member of a group loses its partitions).
 Secrets come from the environment only.
 """
 
@@ -75,6 +76,7 @@ class Options:
         _refuse_owned(given)
         replication = _number(given, "replication", -1)
         connect_ms = _number(given, "connect_timeout_ms", _DEFAULT_CONNECT_MS)
+        session_ms = _number(given, "session_timeout_ms", limits.session_timeout_ms)
         protocol = given.pop("group.protocol", None)
         prefix = "topic."
         topic = {
@@ -93,7 +95,7 @@ class Options:
             replication=replication,
             group_protocol=protocol,
             max_event_bytes=limits.max_event_bytes,
-            session_timeout_ms=limits.session_timeout_ms,
+            session_timeout_ms=session_ms,
             connect_timeout_ms=connect_ms,
         )
 
