@@ -36,7 +36,6 @@ class Place:
     def __init__(self, folder: Path, url: str, changes: Mapping[str, Any]) -> None:
         self.folder, self.config = folder, folder / "run.yaml"
         own = {
-            "name": folder.name.replace("_", "-"),
             "checkpoint_root_dir": str(folder / "runs"),
             "event_log": {"url": url},
             "streams": {"grace_ms": 0},
@@ -165,7 +164,11 @@ class Crowd:
         worker = self._leave()
         worker.process.kill()
         worker.process.wait(20)
-        self.kills.append((worker.name, now_ms()))
+        self.mark(worker.name)
+
+    def mark(self, name: str) -> None:
+        """Something that work has to go on after."""
+        self.kills.append((name, now_ms()))
 
     def term(self) -> None:
         """SIGTERM to one, which has to end in order and in time."""
@@ -178,7 +181,7 @@ class Crowd:
         self.kills = [
             (name, now_ms() if self.watch.resumed_s(at) is None else at) for name, at in self.kills
         ]
-        self.kills.append(("broker", now_ms()))
+        self.mark("broker")
 
     def _leave(self) -> JoinWorker:
         worker = self.living.pop(self.rng.randrange(len(self.living)))

@@ -178,7 +178,8 @@ class SmallRun:
 
     def records(self, topic: str) -> list[Record]:
         """All records of a topic of the catalogue; none before the topic exists."""
-        url = self.overrides.get("event_log", f"sqlite:///{self.job / 'log.db'}")
+        place = self.overrides.get("event_log", f"sqlite:///{self.job / 'log.db'}")
+        url = place if isinstance(place, str) else place["url"]
         if url.startswith("sqlite") and not (self.job / "log.db").exists():
             return []
         log = open_log(url)

@@ -1,0 +1,36 @@
+"""Three brokers of which two must have a record: one dies under load, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from chaos_run import Chaos
+from kafka_broker import Cluster, needs_kafka_home
+
+REPLICATED = {"replication": 3, "topic.min.insync.replicas": 2}
+AWAY_S = 4.0
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    needs_kafka_home()
+    cluster = Cluster(tmp_path).start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "faust"])
+def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, cluster, engine):
+    changes = {"event_log": {"options": REPLICATED}}
+    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes) as chaos:
+        crowd = chaos.crowd
+        chaos.begin()
+        crowd.pass_until(lambda: crowd.watch.total("groups") > 100, 60, lambda: "nothing is joined")
+        node = cluster.leader(chaos.place.topics.name("trajectories"))
+        node.kill()
+        crowd.mark("a leader")
+        num_fed = crowd.watch.total("trajectories")
+        crowd.pause(AWAY_S)
+        node.start()
+        chaos.finish()
+        assert crowd.watch.total("trajectories") > num_fed
+        chaos.demand()
