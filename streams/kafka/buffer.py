@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..log import Partition, Record
@@ -17,6 +17,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self._waiting: dict[Partition, deque[Record]] = {}
+        self._named: dict[tuple[str, int], Partition] = {}
         self._reached: dict[Partition, int] = {}
         self._turn = 0
         self._num_records = self._num_bytes = 0
@@ -26,12 +27,13 @@ class Buffer:
         """Read a partition from `offset`; what waited of it is forgotten."""
         self.end(partition)
         self._waiting[partition], self._reached[partition] = deque(), offset
+        self._named[partition] = partition
 
     def end(self, partition: Partition) -> None:
         """Forget a partition."""
-        for record in self._waiting.pop(partition, ()):
-            self._count(record, -1)
+        self._leave(self._waiting.pop(partition, ()))
         self._reached.pop(partition, None)
+        self._named.pop(partition, None)
 
     def clear(self) -> None:
         """Forget all."""
@@ -52,22 +54,24 @@ class Buffer:
 
     def take_in(self, message: Any) -> Partition | None:
         """Keep a fetched message; its partition, or None for one that is read no more."""
-        partition = Partition(message.topic(), message.partition())
+        partition = self._named.get((message.topic(), message.partition()))
         offset = message.offset()
-        if offset < self._reached.get(partition, offset + 1):
+        if partition is None or offset < self._reached[partition]:
             return None
+        value, headers = message.value(), message.headers()
         record = Record(
             partition.topic,
             partition.partition,
             offset,
             message.timestamp()[1],
             message.key(),
-            message.value(),
-            tuple((name, value or b"") for name, value in message.headers() or ()),
+            value,
+            tuple([(name, held or b"") for name, held in headers]) if headers else (),
         )
         self._waiting[partition].append(record)
         self._reached[partition] = offset + 1
-        self._count(record, 1)
+        self._num_records += 1
+        self._num_bytes += _size(value)
         return partition
 
     def reach(self, partition: Partition, offset: int) -> bool:
@@ -77,9 +81,10 @@ class Buffer:
         self._reached[partition] = offset
         return not self._waiting[partition]
 
-    def _count(self, record: Record, sign: int) -> None:
-        self._num_records += sign
-        self._num_bytes += sign * (len(record.value or b"") + 100)
+    def _leave(self, records: Sequence[Record]) -> None:
+        """Count out what waits no more."""
+        self._num_records -= len(records)
+        self._num_bytes -= sum([_size(record.value) for record in records])
 
     @property
     def is_full(self) -> bool:
@@ -109,10 +114,13 @@ class Buffer:
             waiting = self._waiting[partition]
             share = min(len(waiting), -(-(max_records - len(records)) // (len(ready) - i)))
             records += [waiting.popleft() for _ in range(share)]
-        for record in records:
-            self._count(record, -1)
+        self._leave(records)
         return records
 
     def unheard(self, partitions: Iterable[Partition]) -> set[Partition]:
         """Those of the partitions that are read and served."""
         return {p for p in partitions if p in self._reached and p not in self.paused}
+
+
+def _size(value: bytes | None) -> int:
+    return 100 if value is None else len(value) + 100

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 from ...schemas.errors import EventTooLarge, LogError, LogUnavailable, StreamrftError, UnknownTopic
 from ...schemas.events import now_ms
 from ...schemas.topics import partition_for
-from ..log import Consumer, Partition, Position
+from ..log import Consumer, Partition, Position, TopicSpec
 from .cluster import Cluster
 from .consumer import KafkaConsumer
 from .topics import Topics
@@ -57,10 +57,10 @@ class KafkaProducer:
     ) -> None:
         """See `Producer.send`."""
         found = self._topics.get(topic)
-        if value is not None and len(value) > self._limit(topic):
+        if value is not None and len(value) > self._limit(found):
             found = self._topics.look_up([topic])[topic]
-            if len(value) > self._limit(topic):
-                raise EventTooLarge(f"{topic} key={key!r}", len(value), self._limit(topic))
+            if len(value) > self._limit(found):
+                raise EventTooLarge(f"{topic} key={key!r}", len(value), self._limit(found))
         if partition is None:
             partition = self._place(key, found.num_partitions)
         elif not 0 <= partition < found.num_partitions:
@@ -72,9 +72,8 @@ class KafkaProducer:
         stamp = now_ms() if timestamp_ms is None else timestamp_ms
         self._pending.append(Outgoing(topic, partition, key, value, list(headers), stamp))
 
-    def _limit(self, topic: str) -> int:
-        own = self._cluster.options.max_event_bytes
-        return min(self._topics.get(topic).max_event_bytes, own)
+    def _limit(self, found: TopicSpec) -> int:
+        return min(found.max_event_bytes, self._cluster.options.max_event_bytes)
 
     def _place(self, key: bytes | None, num_partitions: int) -> int:
         if key is not None:
