@@ -6,6 +6,7 @@ the other, whenever the process is killed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,10 +19,11 @@ from ..schemas.errors import EventTooLarge, OffsetOutOfRange, StreamrftError, Un
 from ..schemas.topics import CATALOGUE, Topics
 from ..streams import faults
 from ..streams.dead_letters import REPLAY_HEADER
-from ..streams.log import Log, Position, Producer
+from ..streams.log import Log, Partition, Position, Producer
 from ..streams.reading import begins, event_in, read_to_end
 
 _BATCH_RECORDS, _BATCH_BYTES = 100, 16 * 2**20
+_VISIBLE_S = 10.0
 # their readers take a record wherever it lies; elsewhere the order is part of what is said
 REPLAYABLE = ("tasks", "trajectories", "rewards", "experiences")
 _OF_ONE_TRAJECTORY = {"trajectories": ev.Trajectory, "experiences": ev.Experience}
@@ -128,7 +130,7 @@ class DeadLetters:
     def _send(self, producer: Producer, batch: list[Letter], ended: set[str]) -> Iterator[Sent]:
         """One transaction, or several where the values are large."""
         while batch:
-            size_bytes, results = 0, list[Sent]()
+            size_bytes, results, before = 0, list[Sent](), self._end()
             with producer.transaction():
                 while batch and size_bytes < _BATCH_BYTES:
                     letter = batch.pop(0)
@@ -139,7 +141,18 @@ class DeadLetters:
                         results.append(Sent(letter, str(error)))
                 faults.reach("replay.before_commit")
             faults.reach("replay.committed")
+            self._await_notes(before + sum(not sent.refused for sent in results))
             yield from results
+
+    def _end(self) -> int:
+        place = Partition(self._topics.name("dead_letters"), 0)
+        return self._log.end_offsets([place])[place]
+
+    def _await_notes(self, end: int) -> None:
+        """Kafka shows a transaction a moment after its commit: the next replay has to see it."""
+        deadline = time.monotonic() + _VISIBLE_S
+        while self._end() < end and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _send_one(self, producer: Producer, letter: Letter, ended: set[str]) -> int:
         """Its size in bytes."""

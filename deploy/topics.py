@@ -96,9 +96,8 @@ def plan_topics(
     wanted = {spec.name: spec for spec in specs}
     if log is None:
         return TopicPlan(wanted, tuple(map(_creation, wanted.values())), (), allowed)
-    present = log.topic_states(None)
-    known = {*wanted, *others}
-    strangers = [n for n in present if n.startswith(f"{namespace}.") and n not in known]
+    present = log.topic_states(prefix=f"{namespace}.")
+    strangers = sorted(present.keys() - wanted.keys() - set(others))
     existing = {name: spec for name, spec in wanted.items() if name in present}
     described = log.describe(existing)
     changes = [_creation(spec) for name, spec in wanted.items() if name not in existing]

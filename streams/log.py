@@ -259,8 +259,13 @@ class Log(Protocol):
         """How `ensure_topics` would create it here. Asks nobody."""
         ...
 
-    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
-        """How named topics, or all, are kept, also those that others made. Raises UnknownTopic."""
+    def topic_states(
+        self, topics: Iterable[str] | None = None, *, prefix: str = ""
+    ) -> dict[str, TopicState]:
+        """How named topics, or all that begin with `prefix`, are kept, also those of others.
+
+        Raises UnknownTopic.
+        """
         ...
 
     def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:

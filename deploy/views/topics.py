@@ -63,13 +63,9 @@ def describe_command(args: argparse.Namespace) -> int:
     """`streamrft topics describe`: partitions, settings, offsets and sizes as the log has them."""
     with opened(args.config, args.stage) as place:
         stage, log = place.stage, place.log
-        prefix = f"{stage.namespace}."
         others = _topics_of_other_stages(place.run, stage)
-        states = {
-            name: state
-            for name, state in log.topic_states(None).items()
-            if name.startswith(prefix) and name not in others
-        }
+        found = log.topic_states(prefix=f"{stage.namespace}.")
+        states = {name: state for name, state in found.items() if name not in others}
         described, sizes = log.describe(states), log.topic_sizes(states)
     catalogue = {stage.topics.name(name) for name in CATALOGUE}
     for name, state in states.items():

@@ -42,11 +42,11 @@ class Keeping:
             replication if replication > 0 else None,
         )
 
-    def states(self, names: Iterable[str] | None) -> dict[str, TopicState]:
+    def states(self, names: Iterable[str] | None, prefix: str = "") -> dict[str, TopicState]:
         """See `Log.topic_states`. What the brokers' defaults say is left out, but for a few."""
         if names is None:
             found = self._cluster.admin.list_topics(timeout=REQUEST_S).topics
-            names = [name for name in sorted(found) if not name.startswith("__")]
+            names = [n for n in sorted(found) if n.startswith(prefix) and not n.startswith("__")]
         wanted = list(names)
         if not wanted:
             return {}

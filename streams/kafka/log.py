@@ -70,9 +70,11 @@ class KafkaLog:
         """See `Log.state_for`."""
         return self._keeping.state_for(spec)
 
-    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
+    def topic_states(
+        self, topics: Iterable[str] | None = None, *, prefix: str = ""
+    ) -> dict[str, TopicState]:
         """See `Log.topic_states`."""
-        return self._keeping.states(topics)
+        return self._keeping.states(topics, prefix)
 
     def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:
         """See `Log.topic_sizes`. The client cannot ask the brokers, so nothing is told."""

@@ -69,9 +69,15 @@ class SqliteLog:
         """See `Log.state_for`."""
         return state_of(spec)
 
-    def topic_states(self, topics: Iterable[str] | None = None) -> dict[str, TopicState]:
+    def topic_states(
+        self, topics: Iterable[str] | None = None, *, prefix: str = ""
+    ) -> dict[str, TopicState]:
         """See `Log.topic_states`."""
-        return {name: state_of(info.spec) for name, info in self.describe(topics).items()}
+        return {
+            name: state_of(info.spec)
+            for name, info in self.describe(topics).items()
+            if topics is not None or name.startswith(prefix)
+        }
 
     def topic_sizes(self, topics: Iterable[str]) -> dict[str, TopicSize]:
         """See `Log.topic_sizes`."""
