@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: quickstart gsm8k kafka test test-kafka check faults bench clean
+.PHONY: quickstart gsm8k kafka test test-kafka check faults chaos bench clean
 
 quickstart: .venv/run
 	$(BIN)/python examples/quickstart/build.py
@@ -34,7 +34,11 @@ check: .venv/dev
 	$(BIN)/pyright
 
 faults: .venv/dev
-	$(BIN)/python -m pytest tests/faults tests/e2e -m slow --timeout 1800
+	$(BIN)/python -m pytest tests/faults tests/e2e -m slow --timeout 1800 --ignore-glob '*_chaos.py'
+
+# five seeds of join workers that come, go and die, with and without a broker that does; needs KAFKA_HOME
+chaos: .venv/dev
+	$(BIN)/python -m pytest tests/faults/test_kafka_chaos.py tests/faults/test_kafka_replicas.py -m "slow or not slow" --timeout 1800
 
 bench: .venv/dev
 	for program in benchmarks/*.py; do $(BIN)/python $$program --quick || exit 1; done

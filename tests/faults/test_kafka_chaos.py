@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import chaos_run
 import pytest
-from chaos_run import Chaos
+from chaos_run import DRAIN_S, Chaos
+from join_scripts import scored
 from kafka_broker import Broker, needs_kafka_home
+from topic_events import append_events, events_on
 
-MIN_RATE = 3_000
+from streamrft.schemas import events as ev
+from streamrft.schemas.events import now_ms
+
+MIN_RATE, FEED_S = 3_000, 4.0
 SEEDS = range(5)
 ENGINES = ("native", "faust")
 CLASSIC = {"event_log": {"options": {"group.protocol": "classic"}}}
@@ -53,3 +61,41 @@ def test_the_same_holds_under_the_classic_protocol_of_groups(tmp_path, broker, s
     with Chaos(tmp_path / "run", broker.url, seed, "native", CLASSIC) as chaos:
         chaos.run(broker)
         chaos.demand()
+
+
+class Skips:
+    """A run whose Faust skips records in the middle of the feed, or at an idle end, or both."""
+
+    def __init__(self, chaos: Chaos, *, positions: bool, middle: int = 0, end: str = "") -> None:
+        told = {"positions": positions, "middle": middle, "end": end}
+        script = Path(chaos_run.__file__).with_name("faust_skips.py")
+        chaos.crowd.program = (str(script), json.dumps(told))
+        self.chaos, self.patience_s = chaos, DRAIN_S if positions else 4.0
+
+    def run(self) -> None:
+        """Feed, and once all that is joined, 20 groups that nothing comes after."""
+        chaos = self.chaos
+        chaos.begin()
+        chaos.await_joined(self.patience_s)
+        last = [scored(f"last.{n}:0:a", 1.0, at=now_ms(), number=10**6 + n) for n in range(20)]
+        append_events(chaos.place.log, chaos.place.topics, "trajectories", *last)
+        chaos.said["trajectories"] += len(last)
+        chaos.crowd.pause(1.0)
+        chaos.await_joined(self.patience_s)
+        chaos.crowd.end_all()
+
+
+def test_what_faust_skips_is_read_from_the_log(tmp_path, kafka_url):
+    with Chaos(tmp_path / "run", kafka_url, 0, "faust", feed_s=FEED_S) as chaos:
+        Skips(chaos, positions=True, middle=200, end="last").run()
+        chaos.demand()
+        beats = events_on(chaos.place.log, chaos.place.topics, "heartbeats", ev.Heartbeat)
+    assert max(b.metrics.get("faust/gaps", 0) for b in beats) >= 2
+
+
+@pytest.mark.parametrize("skipped", [{"middle": 200}, {"end": "last"}], ids=["middle", "end"])
+def test_without_positions_of_our_own_a_skip_of_faust_is_seen(tmp_path, kafka_url, skipped):
+    with Chaos(tmp_path / "run", kafka_url, 0, "faust", feed_s=FEED_S) as chaos:
+        Skips(chaos, positions=False, **skipped).run()
+        with pytest.raises(AssertionError, match="experiences missing"):
+            chaos.demand()

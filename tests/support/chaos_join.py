@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from streamrft.schemas.events import now_ms
 from streamrft.streams.outbox import COUNTERS_KEY
 from streamrft.streams.reading import begins
 
+PROGRAM = ("-m", "streamrft.deploy.cli")
 END_S = 10.0
 START_S = 60.0
 LOOK_S = 0.05
@@ -46,9 +47,9 @@ class Place:
         self.log = run.open_log()
         self.log.ensure_topics(run.topic_specs(run.stage(None)))
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *words: str, program: Sequence[str] = PROGRAM) -> list[str]:
         """A command line of the product on this run."""
-        return [sys.executable, "-m", "streamrft.deploy.cli", *words, "--config", str(self.config)]
+        return [sys.executable, *program, *words, "--config", str(self.config)]
 
     def status(self) -> subprocess.CompletedProcess[str]:
         """The ledger, counted from the first record."""
@@ -139,6 +140,7 @@ class Crowd:
     place: Place
     options: list[str]
     rng: random.Random
+    program: Sequence[str] = PROGRAM
     started: list[JoinWorker] = field(default_factory=list)
     living: list[JoinWorker] = field(default_factory=list)
     free: list[str] = field(default_factory=list)
@@ -155,7 +157,7 @@ class Crowd:
             name = self.free.pop(self.rng.randrange(len(self.free)))
         else:
             name, self.num_named = f"join-{self.num_named}", self.num_named + 1
-        command = self.place.command("join", *self.options)
+        command = self.place.command("join", *self.options, program=self.program)
         self.started.append(JoinWorker(command, name, self.place.folder))
         self.living.append(self.started[-1])
 

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,17 @@ class Chaos:
         seed: int,
         engine: str,
         changes: Mapping[str, Any] | None = None,
+        feed_s: float | None = None,
     ) -> None:
-        """`changes`: to the configuration."""
+        """`changes`: to the configuration. `feed_s`: instead of as long as workers come and go."""
         folder.mkdir()
         name = {"name": f"chaos-{secrets.token_hex(4)}", "event_log": {"options": SESSION}}
         self.rng = random.Random(seed)
         self.place = Place(folder, url, merge(name, changes or {}))
         self.changes = plan_of(self.rng)
         self.pauses = [self.rng.uniform(0.7, 1.7) for _ in self.changes]
-        feed = Feed(url, self.place.topics.namespace, seed, sum(self.pauses) + LAST_S)
+        seconds = sum(self.pauses) + LAST_S if feed_s is None else feed_s
+        feed = Feed(url, self.place.topics.namespace, seed, seconds)
         self.feeder = Feeder(feed, folder)
         self.crowd = Crowd(self.place, ["--engine", engine], self.rng)
 
@@ -66,19 +69,26 @@ class Chaos:
 
     def finish(self) -> None:
         """Until everything is fed and joined and every worker has ended."""
-        self.crowd.pass_until(lambda: self.feeder.is_done, FEED_S, lambda: "the feed does not end")
-        self.said = self.feeder.said()
-        self._drain()
+        self.await_joined()
         self.crowd.end_all()
 
-    def _drain(self) -> None:
-        """Until every group is closed and nothing moves; what is missing is named by `check`."""
-        watch, deadline = self.crowd.watch, time.monotonic() + DRAIN_S
+    def await_joined(self, within_s: float = DRAIN_S) -> None:
+        """Until nothing more is fed, every group is closed and nothing moves; if it comes to that.
+
+        What is missing is named by `demand`.
+        """
+        self.crowd.pass_until(lambda: self.feeder.is_done, FEED_S, lambda: "the feed does not end")
+        watch, deadline = self.crowd.watch, time.monotonic() + within_s
         while time.monotonic() < deadline:
             self.crowd.pause(0.5)
             is_open = watch.total("open_groups") + watch.total("early")
             if not is_open and watch.still_s() > STILL_S:
                 return
+
+    @cached_property
+    def said(self) -> dict[str, float]:
+        """What the feeder said at its end."""
+        return self.feeder.said()
 
     @property
     def rate(self) -> float:
