@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,25 +31,7 @@ def build(options: Options, group: str, topics: Sequence[str], exchange: Exchang
         topics: full names, with as many partitions each.
         exchange: where records go and positions come from.
     """
-    session_s = options.session_timeout_ms / 1000
-    app = faust.App(
-        group,
-        broker=[f"kafka://{server}" for server in options.servers.split(",")],
-        broker_credentials=credentials(options),
-        broker_session_timeout=session_s,
-        broker_rebalance_timeout=session_s,
-        broker_heartbeat_interval=min(3.0, session_s / 3),
-        consumer_auto_offset_reset="earliest",
-        consumer_max_fetch_size=options.max_event_bytes + RECORD_MARGIN_BYTES,
-        cython_optimizations=True,
-        datadir=Path(tempfile.gettempdir()) / "streamrft-faust",
-        store="memory://",
-        stream_wait_empty=False,
-        topic_allow_declare=False,
-        topic_disable_leader=True,
-        web_enabled=False,
-        worker_redirect_stdouts=False,
-    )
+    app = faust.App(group, **_settings(options))
     internals.read_committed(app)
     source = app.topic(*topics, acks=False, **_RAW)
 
@@ -72,6 +55,28 @@ def build(options: Options, group: str, topics: Sequence[str], exchange: Exchang
             await internals.commit(app, positions)
 
     return app
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    session_s = options.session_timeout_ms / 1000
+    return {
+        "broker": [f"kafka://{server}" for server in options.servers.split(",")],
+        "broker_credentials": credentials(options),
+        "broker_session_timeout": session_s,
+        "broker_rebalance_timeout": session_s,
+        "broker_heartbeat_interval": min(3.0, session_s / 3),
+        "consumer_auto_offset_reset": "earliest",
+        "consumer_max_fetch_size": options.max_event_bytes + RECORD_MARGIN_BYTES,
+        "cython_optimizations": True,
+        # made by Faust although nothing is kept there; other users have their own
+        "datadir": Path(tempfile.gettempdir()) / f"streamrft-faust-{os.getuid()}",
+        "store": "memory://",
+        "stream_wait_empty": False,
+        "topic_allow_declare": False,
+        "topic_disable_leader": True,
+        "web_enabled": False,
+        "worker_redirect_stdouts": False,
+    }
 
 
 def _record(message: Any) -> Record:
