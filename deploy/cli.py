@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         role = _add(commands, name, what, "roles:role_command")
         _add_plugins(role)
         role.add_argument(
-            "--name", help="process name, unique in the run (default: %(prog)s-<pid>)"
+            "--name", help="process name, unique in the run (default: role, host, process number)"
         )
         if name == "join":
             role.add_argument(
