@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ from ..schemas.errors import (
     StorageUnavailable,
 )
 from ..schemas.events import Claim, Trajectory
+
+# below the session of a join worker, which reads objects between two polls
+CLAIM_TIMEOUT_S = 5.0
+# a store that is slow to say that it is away is not asked for each object of a batch
+_SLOW_S, _PAUSE_S = 1.0, 2.0
+_silent: dict[str, tuple[float, str]] = {}
 
 
 class UnknownScheme(ConfigError):
@@ -80,20 +87,22 @@ def write_bytes(uri: str, content: bytes) -> None:
         raise StorageUnavailable(f"{uri}: cannot be written ({error})") from error
 
 
-def read_bytes(uri: str) -> bytes:
-    """An object's bytes.
+def read_bytes(uri: str, *, timeout_s: float | None = None) -> bytes:
+    """An object's bytes. `timeout_s` bounds a remote store that does not answer.
 
     Raises:
         StorageGone: the store answers, and there is no such object.
         StorageUnavailable: the store is away, or refuses now.
     """
     fs, path = open_storage(uri)
+    bounds = {"timeout": timeout_s} if timeout_s and getattr(fs, "async_impl", False) else {}
     try:
-        return fs.cat_file(path)
+        return fs.cat_file(path, **bounds)
     except (*storage_errors(), ValueError) as error:
         if _says_gone(error):
             raise StorageGone(f"{uri}: there is no such object ({error})") from error
-        raise StorageUnavailable(f"{uri}: cannot be read ({error})") from error
+        why = str(error) or f"no answer within {timeout_s} s"
+        raise StorageUnavailable(f"{uri}: cannot be read ({why})") from error
 
 
 def sha256_file(path: Path) -> str:
@@ -152,20 +161,30 @@ def resolve(trajectory: Trajectory) -> Trajectory:
 
 def _claimed(claim: Claim) -> bytes:
     """The object of a claim, whose URI is a record's word and no setting of ours."""
+    store = "/".join(claim.uri.split("/", 3)[:3])
+    until, why = _silent.get(store, (0.0, ""))
+    if time.monotonic() < until:
+        raise StorageUnavailable(why)
+    began = time.monotonic()
     try:
-        return read_bytes(claim.uri)
+        return read_bytes(claim.uri, timeout_s=CLAIM_TIMEOUT_S)
     except UnknownScheme as error:
         raise StorageGone(str(error)) from error
     except (ConfigError, MissingExtra) as error:
         # this process lacks a package or keys: others have them, and so may its successor
         raise StorageUnavailable(str(error)) from error
+    except StorageUnavailable as error:
+        if time.monotonic() - began > _SLOW_S:
+            _silent[store] = time.monotonic() + _PAUSE_S, str(error)
+        raise
 
 
 def _says_gone(error: Exception) -> bool:
     """Whether waiting cannot help: no such object, or no name that an object could have."""
-    is_gone = isinstance(
-        error, FileNotFoundError | IsADirectoryError | NotADirectoryError | ValueError
-    )
+    gone: list[type[Exception]] = [FileNotFoundError, IsADirectoryError, NotADirectoryError]
+    if botocore := sys.modules.get("botocore.exceptions"):
+        gone.append(botocore.ParamValidationError)
+    is_gone = isinstance(error, (ValueError, *gone))
     return is_gone or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)
 
 

@@ -1,3 +1,6 @@
+import socket
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -101,6 +104,24 @@ def test_store_that_refuses_is_away(tmp_path, monkeypatch, error):
     with pytest.raises(StorageUnavailable, match=str(error)) as caught:
         blobs.resolve(left)
     assert caught.value.retriable
+
+
+def test_store_that_takes_connections_and_never_answers_is_away_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(blobs, "CLAIM_TIMEOUT_S", 1.2)
+    left = blobs.put_claim(str(tmp_path), long_trajectory())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}/claims/x"
+        claim = msgspec.structs.replace(left.claim, uri=uri)
+        asked = msgspec.structs.replace(left, claim=claim)
+        took = [seconds_to_fail(asked) for _ in range(2)]
+    assert took[0] < 10 and took[1] < 0.5, "the second is not asked for at once"
+
+
+def seconds_to_fail(claimed: Trajectory) -> float:
+    began = time.monotonic()
+    with pytest.raises(StorageUnavailable, match=r"no answer within 1\.2 s"):
+        blobs.resolve(claimed)
+    return time.monotonic() - began
 
 
 def test_claim_that_this_process_lacks_a_package_for_is_away(tmp_path, monkeypatch):
