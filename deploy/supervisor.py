@@ -19,7 +19,7 @@ from .children import Child, command_of, describe, environment_of, kill_all, sto
 from .goal import judge
 from .handover import newest_full
 from .plan import Run, Stage
-from .views.place import has_topics
+from .views.place import was_started
 
 LEASE_MS = 10_000
 _LEASE_WAIT_MS = 1_000
@@ -301,7 +301,7 @@ def _last_words(child: Child, code: int) -> str:
 def _refuse_existing(run: Run, log: Log) -> None:
     if run.config.continue_from_checkpoint:
         return
-    if any(has_topics(log, stage) for stage in run.stages):
+    if any(was_started(log, stage) for stage in run.stages):
         raise ConfigError(
             f"continue_from_checkpoint: false, but {run.job_dir} holds a run already. Give it "
             "another name, or set continue_from_checkpoint: true to go on."

@@ -51,12 +51,23 @@ def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
 
 
 def current_stage(log: Log, run: Run) -> Stage:
-    """The stage that a run is in: the last that was started, the first before any was."""
-    return next((s for s in reversed(run.stages) if has_topics(log, s)), run.stages[0])
+    """The stage that a run is in: the last that was started, else the first that has topics."""
+    made = [stage for stage in run.stages if has_topics(log, stage)]
+    started = [stage for stage in made if was_started(log, stage)]
+    return (started[-1:] or made[:1] or [run.stages[0]])[0]
+
+
+def was_started(log: Log, stage: Stage) -> bool:
+    """Whether a process of a stage ever wrote; its topics may be made long before."""
+    names = [stage.topics.name(topic) for topic in ("tasks", "checkpoints", "heartbeats")]
+    try:
+        return any(any(info.end.values()) for info in log.describe(names).values())
+    except UnknownTopic:
+        return False
 
 
 def has_topics(log: Log, stage: Stage) -> bool:
-    """Whether a stage was started."""
+    """Whether the topics of a stage are there."""
     try:
         log.describe([stage.topics.name("tasks")])
     except UnknownTopic:

@@ -10,6 +10,7 @@ import pytest
 from cli_run import Cli, new_cli
 
 from streamrft.deploy.plan import plan
+from streamrft.deploy.views.place import current_stage, was_started
 from streamrft.schemas.errors import LogError, UnknownTopic
 from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Log, TopicSpec
@@ -182,6 +183,20 @@ def test_before_there_is_a_log_plan_makes_none(tmp_path, capsys):
     assert changes(cli)[0] == 3
     assert not (tmp_path / "runs").exists()
     assert cli.run("topics", "describe")[0] == 1
+
+
+def test_topics_made_by_hand_are_no_run_yet(cli, place, log):
+    """A run that may not continue another starts on them, and stages are found by their records."""
+    cli.change(stages=[{"stage_name": "one"}, {"stage_name": "two"}])
+    run = plan(cli.config)
+    for stage in ("two", "one"):
+        assert cli.run("topics", "apply", "--stage", stage)[0] == 0
+    assert [was_started(log, stage) for stage in run.stages] == [False, False]
+    assert current_stage(log, run).name == "one"
+    write(log, name(place, "two.tasks"))
+    assert current_stage(log, run).name == "two"
+    code, out, _ = cli.run("topics", "plan", "--stage", "one")
+    assert code == 0 and "leave" not in out
 
 
 def test_topics_without_an_action_is_wrong_usage(cli):
