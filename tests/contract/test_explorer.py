@@ -54,7 +54,16 @@ def test_tasks_become_trajectories_and_are_committed(url, log, tmp_path, tiny_mo
     producer = log.producer()
     ended = ev.Ended(branch="main", num_groups=10, produced_at=0)
     producer.send(TOPICS.name("tasks"), codec.encode(ended), key=b"ended", partition=0)
-    producer.send(TOPICS.name("tasks"), b"poison", key=b"x")
+    poison = [
+        b"poison",
+        b"",
+        None,
+        codec.encode(task(99))[:-3],
+        b'{"group_id": "g"}',
+        b"\xc3\x01" * 9,
+    ]
+    for value in poison:
+        producer.send(TOPICS.name("tasks"), value, key=b"x")
     producer.flush()
     with running(url, settings()):
         until(lambda: uncommitted(log) == 0)
@@ -64,8 +73,9 @@ def test_tasks_become_trajectories_and_are_committed(url, log, tmp_path, tiny_mo
     first = made[0]
     assert first.reward_sources == {"length": 1.0} and first.producer == "explorer-0"
     assert first.scores == [ev.Score(source="length", value=first.metrics["response_length"])]
-    (letter,) = read(log, "dead_letters")
-    assert (letter.value, letter.reader) == (b"poison", "explorer-0")
+    letters = read(log, "dead_letters")
+    assert [letter.value for letter in letters] == poison
+    assert {letter.reader for letter in letters} == {"explorer-0"}
 
 
 def test_tokens_are_the_templates_prompt_and_what_was_sampled(url, log, tmp_path, tiny_model_dir):
