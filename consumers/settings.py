@@ -31,14 +31,24 @@ class FunctionSettings:
 
 @dataclass(frozen=True)
 class AlgorithmSettings:
-    """An algorithm and what of it is replaced; None takes the algorithm's default."""
+    """An algorithm and what of it is replaced; None takes the algorithm's default.
+
+    Args:
+        kl_penalty_fn: lowers each token's reward by its KL to the reference.
+        bypass_old_logprobs: the old policy of a ratio is the behaviour of the record; false
+            takes the policy before the step.
+        rollout_correction: arguments of algorithms/correction.py; None corrects nothing.
+    """
 
     algorithm_type: str = "grpo"
     advantage_fn: FunctionSettings | None = None
     policy_loss_fn: FunctionSettings | None = None
     kl_loss_fn: FunctionSettings | None = None
     entropy_loss_fn: FunctionSettings | None = None
+    kl_penalty_fn: FunctionSettings | None = None
     loss_agg_mode: str | None = None
+    bypass_old_logprobs: bool = True
+    rollout_correction: Mapping[str, Any] | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
 
 

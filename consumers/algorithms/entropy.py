@@ -13,15 +13,25 @@ from .registry import ENTROPY_LOSSES
 class EntropyBonus:
     """The loss falls by entropy_coef times the entropy a token, aggregated as the policy loss.
 
-    With coefficient 0, Trinity's default, the entropy is not computed.
+    With coefficient 0, Trinity's default, the entropy is not computed. Source: A3C,
+    arXiv:1602.01783, section 4.
     """
 
     entropy_coef: float = 0.0
+    skips_experts = False
 
     @property
     def is_active(self) -> bool:
         """Whether entropies are needed."""
         return self.entropy_coef != 0
+
+
+@ENTROPY_LOSSES.register("mix")
+@dataclass(frozen=True)
+class OwnEntropyBonus(EntropyBonus):
+    """The same at the policy's own tokens only, none at those that an expert wrote."""
+
+    skips_experts = True
 
 
 @ENTROPY_LOSSES.register("none")

@@ -6,6 +6,7 @@ With d = logp - ref_logp under tokens of the behaviour policy. Source: J. Schulm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,20 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class KlLoss:
-    """An estimator and its coefficient in the loss; with coefficient 0 nothing is computed."""
+    """An estimator and its coefficient in the loss; with coefficient 0 nothing is computed.
+
+    Args:
+        kl_coef: the first coefficient where it is adaptive.
+        target_kl: what an adaptive coefficient steers the KL to; None keeps it as it is.
+        horizon: experiences after which it has followed; 10000 in Ziegler et al.
+
+    Source of the steering: Ziegler et al., arXiv:1909.08593, section 2.2.
+    """
 
     estimator: Estimator
     kl_coef: float = 0.001
+    target_kl: float | None = None
+    horizon: float = 10_000.0
 
     @property
     def is_active(self) -> bool:
@@ -34,6 +45,16 @@ class KlLoss:
         """[N] each -> [N], not yet multiplied by the coefficient."""
         return self.estimator(logprobs, ref_logprobs, old_logprobs)
 
+    def next_coef(self, coef: float, kl: float, num_experiences: int) -> float:
+        """The coefficient of the next step: coef (1 + e n / horizon), e = KL / target - 1.
+
+        e is clamped to +-0.2; a KL that is not finite changes nothing.
+        """
+        if self.target_kl is None or not math.isfinite(kl):
+            return coef
+        error = min(max(kl / self.target_kl - 1, -0.2), 0.2)
+        return coef * (1 + error * num_experiences / self.horizon)
+
 
 def _register(name: str) -> Callable[[Estimator], Estimator]:
     def file(estimator: Estimator) -> Estimator:
@@ -43,12 +64,14 @@ def _register(name: str) -> Callable[[Estimator], Estimator]:
             target_kl: float | None = None,
             horizon: float | None = None,
         ) -> KlLoss:
-            if adaptive:
+            if not adaptive:
+                return KlLoss(estimator, kl_coef)
+            if not target_kl or target_kl <= 0 or not horizon or horizon <= 0:
                 raise ConfigError(
-                    "algorithm.kl_loss_fn_args: adaptive true is not available; the coefficient "
-                    "is fixed. Set adaptive: false and choose kl_coef."
+                    f"algorithm.kl_loss_fn_args: adaptive with target_kl {target_kl} and horizon "
+                    f"{horizon}; both must be above 0, such as 0.1 and 10000."
                 )
-            return KlLoss(estimator, kl_coef)
+            return KlLoss(estimator, kl_coef, target_kl, horizon)
 
         KL_LOSSES.register(name)(create)
         return estimator

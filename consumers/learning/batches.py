@@ -33,7 +33,9 @@ class FlatBatch:
         starts: int64 [S], first token of each sequence; `lengths`: int64 [S].
         trained: int64 [N], places in `tokens` that are trained on, rising.
         trained_starts: int64 [S + 1], where each sequence's part of `trained` begins.
-        old_logprobs: float32 [N], of the behaviour policy.
+        behaviour_logprobs: float32 [N], as recorded.
+        old_logprobs: float32 [N], the same, or of the policy before the step.
+        correction: float32 [N], what a token's policy loss is multiplied by; None for 1.
         temperatures: float32 [S].
     """
 
@@ -42,8 +44,10 @@ class FlatBatch:
     lengths: Indices
     trained: Indices
     trained_starts: Indices
+    behaviour_logprobs: Floats
     old_logprobs: Floats
     temperatures: Floats
+    correction: Floats | None = None
 
     @property
     def num_trained(self) -> Indices:
@@ -72,8 +76,11 @@ class MicroBatch:
     temperatures: Floats | None
 
 
-def flatten(sequences: Sequence[TrainingSequence]) -> FlatBatch:
-    """Lay the sequences end to end. The first token of a sequence is predicted by nothing."""
+def flatten(sequences: Sequence[TrainingSequence], *, recomputed: bool = False) -> FlatBatch:
+    """Lay the sequences end to end. The first token of a sequence is predicted by nothing.
+
+    `recomputed` takes current_logprobs for the old ones.
+    """
     lengths = np.fromiter((len(s.tokens) for s in sequences), np.int64, len(sequences))
     starts = np.cumsum(lengths) - lengths
     mask = _join([s.loss_mask for s in sequences], np.uint8)
@@ -81,14 +88,21 @@ def flatten(sequences: Sequence[TrainingSequence]) -> FlatBatch:
     trained = np.flatnonzero(mask)
     trained_starts = np.searchsorted(trained, np.append(starts, len(mask)))
     temperatures = (s.temperature for s in sequences)
+    behaviour = _join([s.logprobs for s in sequences], np.float32)[trained]
+    old = [s.current_logprobs if recomputed else s.logprobs for s in sequences]
+    correction = [s.correction for s in sequences]
     return FlatBatch(
         tokens=_join([s.tokens for s in sequences], np.int64),
         starts=starts,
         lengths=lengths,
         trained=trained,
         trained_starts=trained_starts,
-        old_logprobs=_join([s.logprobs for s in sequences], np.float32)[trained],
+        behaviour_logprobs=behaviour,
+        old_logprobs=_measured(old)[trained] if recomputed else behaviour,
         temperatures=np.fromiter(temperatures, np.float32, len(sequences)),
+        correction=_measured(correction)[trained]
+        if any(c is not None for c in correction)
+        else None,
     )
 
 
@@ -137,6 +151,12 @@ def _ranges(starts: Indices, counts: Indices) -> Indices:
     """Concatenation of arange(start, start + count) for every pair."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+
+
+def _measured(parts: Sequence[Floats | None]) -> Floats:
+    known = [p for p in parts if p is not None]
+    assert len(known) == len(parts), "a batch is measured as a whole"
+    return _join(known, np.float32)
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:

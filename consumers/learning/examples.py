@@ -29,12 +29,35 @@ class TrainingSequence:
         loss_mask: uint8 [T], 1 where the token is trained on.
         logprobs: float32 [T] of the behaviour policy at `temperature`, 0 where it wrote nothing.
         temperature: divides the logits before the log-softmax.
+        is_truncated: the engine stopped at the length limit.
+        current_logprobs: float32 [T] of the policy before the step; like the following, None
+            until somebody measured it, and 0 at tokens that are not trained.
+        entropies: float32 [T] of the policy before the step.
+        expected_signals: float32 [T], its mean of p (H + log p). See advantages/entropy_clip.py.
+        ref_logprobs: float32 [T] of the reference model.
+        teacher_logprobs: float32 [T] of a teacher; `values`: float32 [T] of a critic.
+        correction: float32 [T], what the token's policy loss is multiplied by; None for 1.
     """
 
     tokens: Ints
     loss_mask: Mask
     logprobs: Floats
     temperature: float = 1.0
+    is_truncated: bool = False
+    current_logprobs: Floats | None = None
+    entropies: Floats | None = None
+    expected_signals: Floats | None = None
+    ref_logprobs: Floats | None = None
+    teacher_logprobs: Floats | None = None
+    values: Floats | None = None
+    correction: Floats | None = None
+
+    @property
+    def is_trained(self) -> npt.NDArray[np.bool_]:
+        """Bool [T]: the mask without the first token, which nothing predicts."""
+        mask = self.loss_mask.astype(bool)
+        mask[:1] = False
+        return mask
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,10 @@ class TrainingExample:
         group_rewards: total reward of every scored member of the group, itself included.
         group_slot_index: index of its own reward in `group_rewards`, -1 where it has none.
         token_rewards: float32 over the concatenated tokens of all sequences, or None.
+        is_expert: an expert wrote it, not the policy; `preference`: 1 wanted, -1 unwanted, 0
+            neither, a wanted one being followed by its unwanted partner where they are paired.
+        baseline_reward: of the greedy rollout of the same task.
+        step_rewards, state_hashes: one a sequence, of an agent's steps.
     """
 
     trajectory_id: str
@@ -60,6 +87,11 @@ class TrainingExample:
     min_policy_version: int = 0
     token_rewards: Floats | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    is_expert: bool = False
+    preference: int = 0
+    baseline_reward: float | None = None
+    step_rewards: tuple[float, ...] | None = None
+    state_hashes: tuple[str, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +145,7 @@ def _sequences(trajectory: Trajectory, override: bytes | None) -> tuple[Training
                 loss_mask=arrays.mask(mask),
                 logprobs=arrays.floats(s.logprobs),
                 temperature=s.temperature,
+                is_truncated=s.truncated,
             )
         )
         start = end

@@ -11,19 +11,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...schemas.errors import InvalidEvent
 from ..algorithms.build import build_algorithm
-from ..algorithms.tokens import Tokens
-from ..settings import TrainerSettings
+from ..algorithms.catalogue import check_sources
+from ..algorithms.kl import KlLoss
+from ..settings import AlgorithmSettings, TrainerSettings
 from . import schedules
-from .batches import Indices, MicroBatch, assemble, plan
+from .batches import Indices, assemble, flatten, plan
+from .device import DeviceBatch
 from .examples import TrainingExample
-from .logprobs import token_logprobs
+from .logprobs import token_logprobs, token_statistics
 from .model import PolicyModel
-from .objective import Objective, Totals, batch_metrics, micro_loss, prepare
+from .objective import (
+    MicroTerms,
+    Objective,
+    Totals,
+    batch_metrics,
+    length_bias,
+    micro_loss,
+    prepare,
+)
+from .preparation import corrected, penalised, usable, with_measured
 
 logger = logging.getLogger("streamrft")
 
@@ -46,16 +58,17 @@ class Learner:
         mode its deterministic algorithms, for the whole process.
 
         Raises:
-            ConfigError: an unknown algorithm, function or argument, or a schedule that needs
-                total_steps without it.
+            ConfigError: an unknown algorithm, function or argument, one that waits for a source
+                of data, or a schedule that needs total_steps without it.
         """
         self._settings, self._total_steps = settings, total_steps
         self._optimizer_settings = settings.algorithm.optimizer
         self.algorithm = build_algorithm(settings.algorithm)
+        _check_sources(settings.algorithm)
         schedules.check(self._optimizer_settings, total_steps)
         _prepare_torch(settings)
         self._policy = PolicyModel(settings)
-        self._reference = self._frozen_copy() if self.algorithm.kl.is_active else None
+        self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -100,46 +113,98 @@ class Learner:
         finite, leaves weights and optimiser as they were: actor/skipped_updates is 1.
         """
         began = time.perf_counter()
-        objective = prepare(examples, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
         self._optimizer.zero_grad(set_to_none=True)
-        totals = Totals()
-        lengths = objective.flat.lengths[objective.active]
-        for rows in plan(lengths, self._budget):
-            self._backward(objective, objective.active[rows], totals)
-        metrics = {"actor/loss": 0.0, "actor/pg_loss": 0.0} | totals.metrics()
-        metrics |= self._update(step, has_loss=len(lengths) > 0)
-        metrics |= batch_metrics(examples)
+        chosen = usable(examples)
+        ready, metrics = self._prepared(chosen)
+        objective = prepare(ready, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
+        totals, cuts = Totals(), objective.cuts(self._budget)
+        for rows in cuts:
+            self._backward(objective, rows, totals, step)
+        metrics |= {"actor/loss": 0.0, "actor/pg_loss": 0.0} | totals.metrics()
+        metrics |= self._update(step, has_loss=len(cuts) > 0)
+        metrics |= self._steered("kl_coef", self.algorithm.kl, metrics, len(chosen))
+        metrics |= batch_metrics(chosen) | length_bias(chosen, objective)
+        metrics["sample/unusable"] = float(len(examples) - len(chosen))
         seconds = time.perf_counter() - began
         num_tokens = sum(e.num_tokens for e in examples)
         return metrics | {"time/train_s": seconds, "perf/tokens_per_s": num_tokens / seconds}
 
-    def _backward(self, objective: Objective, rows: Indices, totals: Totals) -> None:
+    def _prepared(
+        self, examples: Sequence[TrainingExample]
+    ) -> tuple[Sequence[TrainingExample], dict[str, float]]:
+        """The batch measured, penalised and corrected, as far as the algorithm asks."""
+        algorithm, metrics = self.algorithm, dict[str, float]()
+        if algorithm.measures:
+            examples = with_measured(examples, self._measured(examples))
+        if algorithm.kl_penalty.is_active:
+            coef = self._coefficient("kl_penalty_coef", algorithm.kl_penalty)
+            examples, metrics = penalised(examples, algorithm.kl_penalty, coef)
+            kl = {"actor/kl_loss": metrics.get("critic/kl", math.nan)}
+            self._steered("kl_penalty_coef", algorithm.kl_penalty, kl, len(examples))
+        if algorithm.correction is not None:
+            examples, weighed = corrected(examples, algorithm.correction)
+            metrics |= weighed
+        return examples, metrics
+
+    @torch.no_grad()
+    def _measured(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
+        """What the algorithm reads of the models before the step, float32 [N] by field."""
+        flat = flatten([s for e in examples for s in e.sequences if s.is_trained.any()])
+        fields = {n: np.zeros(len(flat.trained), np.float32) for n in self.algorithm.measures}
+        for rows in plan(flat.lengths, self._budget):
+            micro = assemble(flat, rows)
+            batch = DeviceBatch(micro, flat, self._policy.device)
+            for name, values in self._pass(batch).items():
+                fields[name][micro.trained] = values.float().cpu().numpy()
+        return fields
+
+    def _pass(self, batch: DeviceBatch) -> dict[str, Tensor]:
+        """The measured fields at one micro-batch's trained tokens, [n] each."""
+        wanted, found = self.algorithm.measures, dict[str, Tensor]()
+        with self._policy.autocast():
+            if "ref_logprobs" in wanted:
+                found["ref_logprobs"], _ = self._logprobs(batch, self._reference)
+            if "entropies" in wanted:
+                hidden = self._policy.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+                logprobs, entropies, signals = token_statistics(
+                    hidden,
+                    self._policy.head,
+                    batch.targets,
+                    batch.temperatures,
+                    num_logits=self._policy.num_logits,
+                )
+                found |= {"entropies": entropies, "expected_signals": signals}
+                found["current_logprobs"] = logprobs
+            elif "current_logprobs" in wanted:
+                found["current_logprobs"], _ = self._logprobs(batch, self.model)
+        return {name: values for name, values in found.items() if name in wanted}
+
+    def _backward(self, objective: Objective, rows: Indices, totals: Totals, step: int) -> None:
         """Forward and backward pass of one micro-batch; gradients add up."""
         micro = assemble(objective.flat, rows)
-        batch = _Tensors(micro, objective, self._policy.device)
+        batch = DeviceBatch(micro, objective.flat, self._policy.device)
         with self._policy.autocast():
             ref_logprobs = None
-            if self._reference is not None:
+            if self.algorithm.reads_reference:
                 with torch.no_grad():
                     ref_logprobs, _ = self._logprobs(batch, self._reference)
             logprobs, entropies = self._logprobs(
                 batch, self.model, with_entropy=self.algorithm.entropy.is_active
             )
-        tokens = Tokens(
-            logprobs, batch.old_logprobs, batch.advantages, batch.sequence, len(micro.input_ids)
-        )
-        loss, metrics = micro_loss(
-            self.algorithm,
-            tokens,
-            batch.weights,
+        tokens = batch.tokens(objective, rows, logprobs, ref_logprobs, step)
+        terms = MicroTerms(
+            weights=batch.moved(objective.weights),
+            behaviour_logprobs=batch.moved(objective.flat.behaviour_logprobs),
+            correction=batch.moved(objective.flat.correction),
             entropies=entropies,
-            ref_logprobs=ref_logprobs,
+            kl_coef=self._coefficient("kl_coef", self.algorithm.kl),
         )
+        loss, metrics = micro_loss(self.algorithm, tokens, terms)
         loss.backward()
         totals.add(metrics, len(micro.targets))
 
     def _logprobs(
-        self, batch: _Tensors, network: Any, *, with_entropy: bool = False
+        self, batch: DeviceBatch, network: Any, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self._policy.hidden(batch.input_ids, network)
         return token_logprobs(
@@ -170,6 +235,21 @@ class Learner:
             "actor/lr": lr,
             "actor/skipped_updates": 0.0 if is_applied else 1.0,
         }
+
+    def _coefficient(self, name: str, kl: KlLoss) -> float:
+        """The coefficient in force; an adaptive one lies with the optimiser, so it is saved."""
+        return self._optimizer.param_groups[0].get(name, kl.kl_coef)
+
+    def _steered(
+        self, name: str, kl: KlLoss, metrics: Mapping[str, float], num_examples: int
+    ) -> dict[str, float]:
+        """Set the next step's coefficient by this step's KL; nothing where it is fixed."""
+        if kl.target_kl is None:
+            return {}
+        coef = self._coefficient(name, kl)
+        measured = metrics.get("actor/kl_loss", math.nan)
+        self._optimizer.param_groups[0][name] = kl.next_coef(coef, measured, num_examples)
+        return {f"actor/{name}": coef}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights as model.safetensors holds them: on the CPU, a tied head left out."""
@@ -212,20 +292,13 @@ class Learner:
         return copy.deepcopy(self.model).eval().requires_grad_(False)
 
 
-class _Tensors:
-    """One micro-batch on the device. Shapes as in MicroBatch; the rest float32 [n]."""
-
-    def __init__(self, micro: MicroBatch, objective: Objective, device: torch.device) -> None:
-        def move(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        self.input_ids = move(micro.input_ids)
-        self.predictors, self.targets = move(micro.predictors), move(micro.targets)
-        self.sequence = move(micro.sequence)
-        self.temperatures = None if micro.temperatures is None else move(micro.temperatures)
-        self.old_logprobs = move(objective.flat.old_logprobs[micro.trained])
-        self.advantages = move(objective.advantages[micro.trained])
-        self.weights = move(objective.weights[micro.trained])
+def _check_sources(settings: AlgorithmSettings) -> None:
+    advantage, policy = settings.advantage_fn, settings.policy_loss_fn
+    check_sources(
+        settings.algorithm_type,
+        advantage_fn=advantage.name if advantage else None,
+        policy_loss_fn=policy.name if policy else None,
+    )
 
 
 def _prepare_torch(settings: TrainerSettings) -> None:

@@ -79,3 +79,44 @@ def _chosen(
         return logprobs, None
     mean_logit = (torch.softmax(logits, -1) * logits).sum(-1)
     return logprobs, normaliser - mean_logit
+
+
+@torch.no_grad()
+def token_statistics(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperatures: Tensor | None = None,
+    *,
+    num_logits: int,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies H, and the mean over the vocabulary of p (H + log p), [n] each.
+
+    Arguments as of `token_logprobs`; nothing is kept for a backward pass.
+    """
+    chunk = max(1, max_logits // num_logits)
+    parts = [
+        _statistics(
+            hidden[i : i + chunk],
+            targets[i : i + chunk],
+            None if temperatures is None else temperatures[i : i + chunk],
+            head,
+        )
+        for i in range(0, len(targets), chunk)
+    ]
+    logprobs, entropies, signals = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(signals)
+
+
+def _statistics(
+    hidden: Tensor, targets: Tensor, temperatures: Tensor | None, head: Head
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = head(hidden).float()
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    logp = torch.log_softmax(logits, -1)
+    p = logp.exp()
+    entropies = -(p * logp).sum(-1)
+    signals = (p.square() * (entropies[:, None] + logp)).sum(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], entropies, signals

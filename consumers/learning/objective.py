@@ -17,8 +17,8 @@ from torch import Tensor
 from ..algorithms.advantages import Advantage
 from ..algorithms.build import Algorithm
 from ..algorithms.tokens import Tokens
-from .batches import FlatBatch, Indices, flatten
-from .examples import TrainingExample, TrainingSequence
+from .batches import FlatBatch, Indices, flatten, plan
+from .examples import TrainingExample
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,12 +32,28 @@ class Objective:
         advantages: float32 [N].
         weights: float32 [N], of each token's loss in the total.
         active: int64, sequences whose loss is not 0 whatever the weights; others need no pass.
+        is_expert: bool [S], an expert wrote it.
+        preferences: int64 [S], 1 wanted, -1 unwanted; a pair stands side by side. None elsewhere.
+        num_trained_examples: examples that have an advantage other than 0, where there is one.
+        num_trained_tokens: their trained tokens.
     """
 
     flat: FlatBatch
     advantages: Floats
     weights: Floats
     active: Indices
+    is_expert: npt.NDArray[np.bool_]
+    preferences: Indices | None
+    num_trained_examples: int
+    num_trained_tokens: int
+
+    def cuts(self, budget: int) -> list[Indices]:
+        """The micro-batches: indices of sequences in `flat`. Partners of a pair stay together."""
+        lengths = self.flat.lengths
+        if self.preferences is None:
+            return [self.active[rows] for rows in plan(lengths[self.active], budget)]
+        pairs = plan(lengths.reshape(-1, 2).max(axis=1), budget // 2)
+        return [(2 * rows[:, None] + np.arange(2)).ravel() for rows in pairs]
 
 
 def prepare(
@@ -51,24 +67,51 @@ def prepare(
     if algorithm.advantage is not None:
         values = algorithm.advantage(examples)
     kept = [(e, v) for e, v in zip(examples, values, strict=True) if v is not None]
-    flat = flatten([s for e, _ in kept for s in e.sequences if _is_trained(s)])
+    chosen = [(e, s) for e, _ in kept for s in e.sequences if s.is_trained.any()]
+    flat = flatten([s for _, s in chosen], recomputed=algorithm.recomputes_old)
     advantages = _spread([e for e, _ in kept], [v for _, v in kept])
+    is_expert = np.array([e.is_expert for e, _ in chosen], bool)
     num_trained = flat.num_trained
     horizon = max_tokens or int(num_trained.max(initial=1))
-    weights = np.repeat(algorithm.token_weights(num_trained, horizon=horizon), num_trained)
+    weights = np.repeat(_weights(algorithm, num_trained, is_expert, horizon), num_trained)
     active = np.arange(len(num_trained))
     if algorithm.can_skip_zero_advantage and len(active):
         active = np.flatnonzero(np.logical_or.reduceat(advantages != 0, flat.trained_starts[:-1]))
-    return Objective(flat, advantages, weights.astype(np.float32), active)
+    counted = [e for e, v in kept if algorithm.advantage is None or np.any(np.asarray(v) != 0)]
+    lengths = [e.num_trained_tokens for e in counted]
+    return Objective(
+        flat=flat,
+        advantages=advantages,
+        weights=weights.astype(np.float32),
+        active=active,
+        is_expert=is_expert,
+        preferences=_preferences([e for e, _ in chosen]),
+        num_trained_examples=sum(n > 0 for n in lengths),
+        num_trained_tokens=sum(lengths),
+    )
+
+
+@dataclass(frozen=True)
+class MicroTerms:
+    """What a micro-batch's loss is made of beside its tokens; [N] each.
+
+    Args:
+        weights: of each token's loss in the total.
+        behaviour_logprobs: as recorded.
+        correction: what a token's policy loss is multiplied by; None for 1.
+        entropies: of the policy, where the loss has them.
+        kl_coef: coefficient of the KL to the reference in this step.
+    """
+
+    weights: Tensor
+    behaviour_logprobs: Tensor
+    correction: Tensor | None = None
+    entropies: Tensor | None = None
+    kl_coef: float = 0.0
 
 
 def micro_loss(
-    algorithm: Algorithm,
-    tokens: Tokens,
-    weights: Tensor,
-    *,
-    entropies: Tensor | None,
-    ref_logprobs: Tensor | None,
+    algorithm: Algorithm, tokens: Tokens, terms: MicroTerms
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro-batch's part of the loss, and its parts of the metrics.
 
@@ -76,20 +119,42 @@ def micro_loss(
     maxima: the caller adds them up, and divides mean/ by the number of tokens.
     """
     policy = algorithm.policy_loss(tokens)
-    parts = {"pg_loss": (policy.losses, 1.0)}
-    if ref_logprobs is not None:
-        kl = algorithm.kl(tokens.logprobs, ref_logprobs, tokens.old_logprobs)
-        parts["kl_loss"] = (kl, algorithm.kl.kl_coef)
-    if entropies is not None:
+    losses = policy.losses if terms.correction is None else policy.losses * terms.correction
+    parts = {"pg_loss": (losses, 1.0)}
+    if algorithm.kl.is_active:
+        assert tokens.ref_logprobs is not None
+        kl = algorithm.kl(tokens.logprobs, tokens.ref_logprobs, tokens.old_logprobs)
+        parts["kl_loss"] = (kl, terms.kl_coef)
+    if terms.entropies is not None:
+        entropies = terms.entropies
+        if algorithm.entropy.skips_experts and tokens.is_expert is not None:
+            entropies = entropies.masked_fill(tokens.is_expert, 0.0)
         parts["entropy_loss"] = (entropies, -algorithm.entropy.entropy_coef)
-    sums = {name: (weights * values).sum() for name, (values, _) in parts.items()}
+    sums = {name: (terms.weights * values).sum() for name, (values, _) in parts.items()}
     total = torch.stack([sums[n] * coef for n, (_, coef) in parts.items()]).sum()
     metrics = {f"loss/{n}": s.detach() for n, s in sums.items()} | {"loss/loss": total.detach()}
-    metrics |= {f"mean/{n}": v.detach().sum() for n, v in policy.metrics.items()}
+    for name, values in policy.metrics.items():
+        if name.startswith("seq/"):
+            metrics[f"loss/{name[4:]}"] = (terms.weights * values.detach()).sum()
+        else:
+            metrics[f"mean/{name}"] = values.detach().sum()
     if algorithm.advantage is not None:
-        gap = (tokens.logprobs.detach() - tokens.old_logprobs).abs()
-        metrics |= {"mean/logprob_gap_mean": gap.sum(), "max/logprob_gap_max": gap.max()}
+        metrics |= _gap(tokens.logprobs.detach() - terms.behaviour_logprobs)
     return total, metrics
+
+
+def _gap(log_ratio: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probs lie from the behaviour's, whoever is to blame.
+
+    The KL of the behaviour to the trainer by k1, and by k3, which has less variance.
+    """
+    k3 = log_ratio.clamp(-20, 20).exp() - 1 - log_ratio
+    return {
+        "mean/logprob_gap_mean": log_ratio.abs().sum(),
+        "max/logprob_gap_max": log_ratio.abs().max(),
+        "mean/logprob_gap_kl": -log_ratio.sum(),
+        "mean/logprob_gap_k3": k3.sum(),
+    }
 
 
 class Totals:
@@ -122,7 +187,11 @@ class Totals:
 def batch_metrics(examples: Sequence[TrainingExample]) -> dict[str, float]:
     """Rewards by source, response length and number of groups; rewards only where there are any."""
     lengths = [e.num_trained_tokens for e in examples]
-    metrics = {"response_length/mean": float(np.mean(lengths))} if examples else {}
+    metrics: dict[str, float] = {}
+    if examples:
+        metrics["response_length/mean"] = float(np.mean(lengths))
+        cut = [any(s.is_truncated for s in e.sequences) for e in examples]
+        metrics["response_length/clip_ratio"] = float(np.mean(cut))
     scored = [e for e in examples if e.group_rewards]
     if not scored:
         return metrics
@@ -135,8 +204,37 @@ def batch_metrics(examples: Sequence[TrainingExample]) -> dict[str, float]:
     return metrics
 
 
-def _is_trained(sequence: TrainingSequence) -> bool:
-    return bool(sequence.loss_mask[1:].any())
+def length_bias(examples: Sequence[TrainingExample], objective: Objective) -> dict[str, float]:
+    """Mean trained tokens of what moves the weights, and its ratio to all that was produced."""
+    produced = float(np.mean([e.num_trained_tokens for e in examples])) if examples else 0.0
+    if not objective.num_trained_examples or not produced:
+        return {}
+    trained = objective.num_trained_tokens / objective.num_trained_examples
+    return {
+        "response_length/trained_mean": trained,
+        "response_length/trained_ratio": trained / produced,
+    }
+
+
+def _weights(
+    algorithm: Algorithm, num_trained: Indices, is_expert: npt.NDArray[np.bool_], horizon: int
+) -> npt.NDArray[np.float64]:
+    """Weight of a token by its sequence, [S]; an expert's have their own mean where asked."""
+    if not getattr(algorithm.policy_loss, "splits_experts", False):
+        return algorithm.token_weights(num_trained, horizon=horizon)
+    weights = np.zeros(len(num_trained))
+    for chosen in (is_expert, ~is_expert):
+        weights[chosen] = algorithm.token_weights(num_trained[chosen], horizon=horizon)
+    return weights
+
+
+def _preferences(examples: Sequence[TrainingExample]) -> Indices | None:
+    """[S], where an example has one sequence and every wanted one is followed by its partner."""
+    found = np.array([e.preference for e in examples], np.int64)
+    if not found.any():
+        return None
+    assert (found.reshape(-1, 2) == (1, -1)).all(), "pairs stand side by side, the wanted one first"
+    return found
 
 
 def _spread(examples: Sequence[TrainingExample], values: Sequence[Advantage]) -> Floats:

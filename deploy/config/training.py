@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...consumers.algorithms.catalogue import AlgorithmType, algorithm_type
+from ...consumers.algorithms.catalogue import AlgorithmType, algorithm_type, check_sources
 from ...consumers.settings import (
     AlgorithmSettings,
     FunctionSettings,
@@ -66,10 +66,15 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
     """The algorithm, with the functions that the file replaces or gives arguments.
 
     Raises:
-        ConfigError: an algorithm that is unknown, or Trinity's but not here.
+        ConfigError: an algorithm that is unknown, or that waits for a source of data.
     """
     section = stage.config.algorithm
     spec = algorithm_type(section.algorithm_type)
+    check_sources(
+        section.algorithm_type,
+        advantage_fn=section.advantage_fn,
+        policy_loss_fn=section.policy_loss_fn,
+    )
     optimizer = section.optimizer
     given_clip = stage.gives("trainer.grad_clip")
     loss_args = dict(section.policy_loss_fn_args or {})
@@ -84,7 +89,12 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
         entropy_loss_fn=_function(
             spec, "entropy_loss_fn", section.entropy_loss_fn, section.entropy_loss_fn_args
         ),
+        kl_penalty_fn=_function(
+            spec, "kl_penalty_fn", section.kl_penalty_fn, section.kl_penalty_fn_args
+        ),
         loss_agg_mode=section.loss_agg_mode or agg_mode,
+        bypass_old_logprobs=_bypasses_old_logprobs(stage),
+        rollout_correction=section.rollout_correction,
         optimizer=OptimizerSettings(
             lr=optimizer.lr,
             betas=(optimizer.betas[0], optimizer.betas[1]),
@@ -182,6 +192,14 @@ def _function(
     if own is None:
         raise ConfigError(f"algorithm.{key}_args: the algorithm has no {key}; name one.")
     return FunctionSettings(own, {**getattr(spec, f"{key}_args", {}), **(args or {})})
+
+
+def _bypasses_old_logprobs(stage: StageConfig) -> bool:
+    """As the file says; true, Trinity's default, unless a correction asks for recomputed ones."""
+    section = stage.config.algorithm
+    if stage.gives("algorithm.bypass_old_logprobs") or section.rollout_correction is None:
+        return section.bypass_old_logprobs
+    return False
 
 
 def _max_staleness(config: Config) -> int | None:

@@ -12,7 +12,6 @@ import torch
 
 from streamrft.consumers.algorithms import ALGORITHMS
 from streamrft.consumers.algorithms.build import Algorithm, build_algorithm
-from streamrft.consumers.algorithms.catalogue import NOT_YET
 from streamrft.consumers.algorithms.tokens import Tokens
 from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings
 from streamrft.schemas.errors import ConfigError
@@ -236,9 +235,3 @@ def test_unknown_names_are_answered_with_the_nearest():
         algorithm(loss_agg_mode="token_mean")
     with pytest.raises(ConfigError, match="cannot be imported"):
         algorithm(policy_loss_fn=FunctionSettings("nowhere.at.all"))
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_algorithms_of_trinity_that_are_missing_say_what_there_is(name: str):
-    with pytest.raises(ConfigError, match=f"'{name}' of Trinity is not available.*grpo"):
-        algorithm(name)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...schemas.errors import ConfigError
-from .registry import POLICY_LOSSES
-from .tokens import TokenLoss, Tokens
-
-MAX_LOG_RATIO = 20.0
+from ....schemas.errors import ConfigError
+from ..registry import POLICY_LOSSES
+from ..tokens import MAX_LOG_RATIO, TokenLoss, Tokens
 
 
 @POLICY_LOSSES.register("ppo")

@@ -1,0 +1,167 @@
+"""What is done to a batch before its advantages: refused, measured, penalised, corrected.
+
+T tokens of a sequence, N trained tokens of a batch. Every function gives new examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..algorithms.advantages import token_rewards
+from ..algorithms.correction import RolloutCorrection
+from ..algorithms.kl import KlLoss
+from .examples import TrainingExample, TrainingSequence
+
+Floats = npt.NDArray[np.float32]
+
+
+def usable(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """Those whose reward and log-probs are numbers, their groups without the others' rewards.
+
+    One NaN would reach every weight of the model. A sibling that is left alone is a group of one.
+    """
+    kept: list[TrainingExample] = []
+    for example in examples:
+        rewards = example.group_rewards
+        if not _is_finite(example):
+            continue
+        if all(map(math.isfinite, rewards)):
+            kept.append(example)
+            continue
+        index = sum(math.isfinite(r) for r in rewards[: max(0, example.group_slot_index)])
+        finite = tuple(r for r in rewards if math.isfinite(r))
+        kept.append(
+            dataclasses.replace(example, group_rewards=finite, group_slot_index=index)
+            if example.group_slot_index >= 0
+            else dataclasses.replace(example, group_rewards=finite)
+        )
+    return kept
+
+
+def _is_finite(example: TrainingExample) -> bool:
+    arrays = [s.logprobs for s in example.sequences]
+    if example.token_rewards is not None:
+        arrays.append(example.token_rewards)
+    return math.isfinite(example.reward) and all(bool(np.isfinite(a).all()) for a in arrays)
+
+
+def with_measured(
+    examples: Sequence[TrainingExample], measured: Mapping[str, Floats]
+) -> list[TrainingExample]:
+    """The examples with fields of their sequences filled in.
+
+    Args:
+        examples: a batch.
+        measured: field of TrainingSequence -> float32 [N] at the batch's trained tokens in order.
+    """
+    start = 0
+    result: list[TrainingExample] = []
+    for example in examples:
+        sequences: list[TrainingSequence] = []
+        for sequence in example.sequences:
+            places = np.flatnonzero(sequence.is_trained)
+            fields = {
+                name: _placed(len(sequence.tokens), places, values[start : start + len(places)])
+                for name, values in measured.items()
+            }
+            sequences.append(dataclasses.replace(sequence, **fields))
+            start += len(places)
+        result.append(dataclasses.replace(example, sequences=tuple(sequences)))
+    return result
+
+
+def penalised(
+    examples: Sequence[TrainingExample], kl: KlLoss, coef: float
+) -> tuple[list[TrainingExample], dict[str, float]]:
+    """Each token's reward less coef times its KL to the reference, and the rewards that follow.
+
+    The KL is that of the recorded log-probs to ref_logprobs. Siblings in the batch are compared
+    by their penalised rewards too. Source: RLHF, arXiv:1909.08593, eq. 2; InstructGPT,
+    arXiv:2203.02155, eq. 2.
+    """
+    if not examples:
+        return [], {}
+    changed: list[TrainingExample] = []
+    totals: list[float] = []
+    for example in examples:
+        penalties = [coef * _divergence(s, kl) for s in example.sequences]
+        places = np.concatenate([s.is_trained for s in example.sequences])
+        rewards = np.zeros(len(places))
+        rewards[places] = token_rewards(example)
+        rewards -= np.concatenate(penalties)
+        totals.append(float(np.concatenate(penalties).sum()))
+        reward = example.reward - totals[-1]
+        tokens = rewards.astype(np.float32)
+        changed.append(dataclasses.replace(example, reward=reward, token_rewards=tokens))
+    num_tokens = max(1, sum(e.num_trained_tokens for e in examples))
+    mean = sum(totals) / coef / num_tokens
+    return _regrouped(changed), {"critic/kl": mean, "critic/kl_coeff": coef}
+
+
+def _divergence(sequence: TrainingSequence, kl: KlLoss) -> npt.NDArray[np.float64]:
+    """KL [T], 0 at tokens that are not trained."""
+    assert sequence.ref_logprobs is not None
+    old = torch.from_numpy(sequence.logprobs)
+    values = kl(old, torch.from_numpy(sequence.ref_logprobs), old).double().numpy()
+    return np.where(sequence.is_trained, values, 0.0)
+
+
+def _regrouped(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    rewards = {(e.group_id, e.group_slot_index): e.reward for e in examples}
+    return [
+        dataclasses.replace(
+            e,
+            group_rewards=tuple(
+                rewards.get((e.group_id, i), r) for i, r in enumerate(e.group_rewards)
+            ),
+        )
+        for e in examples
+    ]
+
+
+def corrected(
+    examples: Sequence[TrainingExample], correction: RolloutCorrection
+) -> tuple[list[TrainingExample], dict[str, float]]:
+    """The examples with weights and masks from current_logprobs against the recorded ones."""
+    sequences = [s for e in examples for s in e.sequences]
+    ratios = [_log_ratio(s) for s in sequences]
+    outcome = correction(ratios)
+    made = iter(
+        _applied(s, w, k) for s, w, k in zip(sequences, outcome.weights, outcome.kept, strict=True)
+    )
+    result = [
+        dataclasses.replace(e, sequences=tuple(next(made) for _ in e.sequences)) for e in examples
+    ]
+    return result, dict(outcome.metrics)
+
+
+def _log_ratio(sequence: TrainingSequence) -> npt.NDArray[np.float64]:
+    assert sequence.current_logprobs is not None
+    difference = sequence.current_logprobs.astype(np.float64) - sequence.logprobs
+    return difference[sequence.is_trained]
+
+
+def _applied(
+    sequence: TrainingSequence,
+    weights: npt.NDArray[np.float64],
+    kept: npt.NDArray[np.bool_],
+) -> TrainingSequence:
+    places = np.flatnonzero(sequence.is_trained)
+    mask = np.zeros(len(sequence.tokens), np.uint8)
+    mask[places[kept]] = 1
+    return dataclasses.replace(
+        sequence, loss_mask=mask, correction=_placed(len(mask), places, weights)
+    )
+
+
+def _placed(length: int, places: npt.NDArray[np.int64], values: npt.NDArray) -> Floats:
+    """Zeros [length] with `values` at `places`."""
+    array = np.zeros(length, np.float32)
+    array[places] = values
+    return array
