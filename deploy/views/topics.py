@@ -161,7 +161,7 @@ def _size(size_bytes: int) -> str:
 def _topic_lines(
     name: str, state: TopicState, info: TopicInfo, size: TopicSize | None, is_known: bool
 ) -> Iterator[str]:
-    copies = f", {state.replication} copies" if state.replication else ""
+    copies = f", replication {state.replication}" if state.replication else ""
     note = "" if is_known else "  (not of the catalogue)"
     num = state.num_partitions
     yield f"{name}  {num} partition{'s' * (num > 1)}{copies}{note}"
@@ -177,7 +177,7 @@ def _records(info: TopicInfo, size: TopicSize | None) -> str:
         told = _size(size.size_bytes) or f"{size.size_bytes} bytes"
         return f"{size.num_records:,}, {told}"
     num = sum(end - info.begin[p] for p, end in info.end.items())
-    return f"{num:,} offsets, markers of transactions and what was compacted among them"
+    return f"at most {num:,}: the markers of transactions count too"
 
 
 def _plain_plan(found: TopicPlan) -> dict[str, Any]:
