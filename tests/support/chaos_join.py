@@ -73,10 +73,19 @@ class JoinWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it hears SIGTERM; before, it has nothing to end in order."""
-        assert self.process.poll() is None, self.tail("ended by itself")
+        if self.process.poll() is not None:
+            return False
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+    @property
+    def found_no_broker(self) -> bool:
+        """Whether it ended because no broker answered when it began, and said so."""
+        if self.process.poll() != 1:
+            return False
+        last = self.path.read_text().rpartition("--- started")[2].splitlines()[-1]
+        return last.startswith("streamrft join: ") and "broker" in last
 
     def tail(self, what: str) -> str:
         """Its log, for a message; where it stands, if it still does."""
@@ -122,10 +131,16 @@ class Watch:
         """Seconds since anything moved."""
         return (now_ms() - max(max(m, default=0) for m in self.moves.values())) / 1000
 
-    def resumed_s(self, since_ms: int) -> float | None:
-        """Seconds until every partition had moved again; None when one has not."""
-        firsts = [next((t for t in m if t > since_ms), math.inf) for m in self.moves.values()]
-        return None if math.inf in firsts else (max(firsts) - since_ms) / 1000
+    def waits_s(self, kills: Sequence[int]) -> list[float]:
+        """For each kill, seconds until every partition had moved; never moved is infinite.
+
+        Counted from the last kill before the move: each may cost a session.
+        """
+        waits: list[float] = []
+        for at in kills:
+            firsts = [next((t for t in m if t > at), math.inf) for m in self.moves.values()]
+            waits.append(max((t - max(k for k in kills if k < t)) / 1000 for t in firsts))
+        return waits
 
 
 def num_read(counters: Mapping[str, int]) -> int:
@@ -147,6 +162,7 @@ class Crowd:
     kills: list[tuple[str, int]] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
     num_named: int = 0
+    has_outages: bool = False
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.place)
@@ -157,13 +173,17 @@ class Crowd:
             name = self.free.pop(self.rng.randrange(len(self.free)))
         else:
             name, self.num_named = f"join-{self.num_named}", self.num_named + 1
+        self.living.append(self._started(name))
+
+    def _started(self, name: str) -> JoinWorker:
         command = self.place.command("join", *self.options, program=self.program)
         self.started.append(JoinWorker(command, name, self.place.folder))
-        self.living.append(self.started[-1])
+        return self.started[-1]
 
     def kill(self) -> None:
         """SIGKILL to one."""
-        worker = self._leave()
+        self._look()
+        worker = self._leave(self.rng.randrange(len(self.living)))
         worker.process.kill()
         worker.process.wait(20)
         self.mark(worker.name)
@@ -174,20 +194,21 @@ class Crowd:
 
     def term(self) -> None:
         """SIGTERM to one, which has to end in order and in time."""
-        worker = self._leave()
-        self.pass_until(lambda: worker.is_ready, START_S, lambda: worker.tail("never was ready"))
-        self._end([worker])
+        i = self.rng.randrange(len(self.living))
+        self._await_ready(i)
+        self._end([self._leave(i)])
+
+    def _await_ready(self, i: int) -> None:
+        self.pass_until(
+            lambda: self.living[i].is_ready, START_S, lambda: self.living[i].tail("is not ready")
+        )
 
     def broker_is_back(self) -> None:
-        """Nothing goes on without a broker: count from now on."""
-        self.kills = [
-            (name, now_ms() if self.watch.resumed_s(at) is None else at) for name, at in self.kills
-        ]
+        """Nothing goes on without a broker, so time counts from now on."""
         self.mark("broker")
 
-    def _leave(self) -> JoinWorker:
-        worker = self.living.pop(self.rng.randrange(len(self.living)))
-        assert worker.process.poll() is None, worker.tail("ended by itself")
+    def _leave(self, i: int) -> JoinWorker:
+        worker = self.living.pop(i)
         self.free.append(worker.name)
         return worker
 
@@ -206,10 +227,8 @@ class Crowd:
 
     def end_all(self) -> None:
         """SIGTERM to everyone that is left."""
-        for worker in self.living:
-            self.pass_until(
-                lambda w=worker: w.is_ready, START_S, lambda w=worker: w.tail("never was ready")
-            )
+        for i in range(len(self.living)):
+            self._await_ready(i)
         leaving, self.living = self.living, []
         self._end(leaving)
 
@@ -236,8 +255,11 @@ class Crowd:
 
     def _look(self) -> None:
         self.watch.look()
-        for worker in self.living:
-            assert worker.process.poll() is None, worker.tail("ended by itself")
+        for i, worker in enumerate(self.living):
+            if self.has_outages and worker.found_no_broker:
+                self.living[i] = self._started(worker.name)  # as a supervisor does
+            else:
+                assert worker.process.poll() is None, worker.tail("ended by itself")
         time.sleep(LOOK_S)
 
 
