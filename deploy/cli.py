@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     produce.add_argument("--file", default="-", help="JSON lines; - (default) is standard input")
     _add_topics(commands)
     _add_dead_letters(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -195,6 +196,24 @@ def _add_dead_letters(commands: argparse._SubParsersAction[argparse.ArgumentPars
     replay.add_argument("--all", action="store_true", help="all that were not replayed yet")
     replay.add_argument("--again", action="store_true", help="also those replayed before")
     _add_choice(replay)
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "make Hugging Face folders of sharded checkpoints; exit 0 only when all are there"
+    parser = commands.add_parser("convert", help=what, description=what[0].upper() + what[1:] + ".")
+    parser.set_defaults(handler="convert:command")
+    where = "a job's folder, a global_step_N, or any path inside one"
+    parser.add_argument("-c", "--checkpoint-dir", required=True, metavar="PATH", help=where)
+    what = "a Hugging Face folder for the config and tokenizer that a checkpoint lacks"
+    parser.add_argument("-b", "--base-model-dir", metavar="DIR", help=what)
+    steps = "only these steps (default: every one under PATH); repeatable"
+    parser.add_argument(
+        "-s", "--step", type=_count, nargs="+", action="extend", default=[], help=steps
+    )
+    parser.add_argument("--critic", action="store_true", help="convert the critics too")
+    what = "of the written weights (default: that of the shards)"
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=what)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:

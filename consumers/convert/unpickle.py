@@ -1,0 +1,194 @@
+"""Pickles of strangers: tensors and names are read from them, no code of theirs is run.
+
+torch's own `weights_only` reader takes a fixed list of names and nothing else. What a sharded
+tensor needs beyond that list is given inert classes here, which only keep what they are handed; so
+no process group, device mesh or version of torch that made a file is needed to read it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
+from .errors import ConvertFailed
+
+_PLACEMENTS = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
+_INERT = (
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+    "torch.distributed._tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed._tensor._dtensor_spec.TensorMeta",
+    "torch.distributed._tensor.placement_types.DTensorSpec",
+    "torch.distributed._tensor.placement_types.TensorMeta",
+    *(f"torch.distributed.tensor.placement_types.{p}" for p in _PLACEMENTS),
+    *(f"torch.distributed._tensor.placement_types.{p}" for p in _PLACEMENTS),
+)
+_DTENSOR = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._api.DTensor",
+    "torch.distributed._tensor.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+)
+_METADATA = tuple(
+    f"torch.distributed.checkpoint.{name}"
+    for name in (
+        "metadata.Metadata",
+        "metadata.MetadataIndex",
+        "metadata.StorageMeta",
+        "metadata.TensorProperties",
+        "metadata.TensorStorageMetadata",
+        "metadata.BytesStorageMetadata",
+        "metadata.ChunkStorageMetadata",
+        "metadata._MEM_FORMAT_ENCODING",
+        "filesystem._StorageInfo",
+        "filesystem._StoragePrefix",
+    )
+)
+_PLAIN: dict[str, Any] = {
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": slice,
+    "collections.OrderedDict": dict,
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": str,
+}
+
+
+class Inert:
+    """Keeps what a pickle hands it, as attributes, `state` or `arguments`, and does nothing."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    @property
+    def kind(self) -> str:
+        """The name of the class that this stands for."""
+        return type(self).__name__
+
+
+class ShardedTensor(torch.Tensor):
+    """Stands for a DTensor: `shape` and `dtype` of the whole, the rank's piece in _local_tensor."""
+
+    _local_tensor: torch.Tensor
+    _spec: Any
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # pragma: no cover
+        """Nothing is ever computed with it."""
+        raise TypeError(f"{func} of a stand-in")
+
+
+@cache
+def _stand_in(path: str) -> type[Inert]:
+    return type(path.rpartition(".")[2], (Inert,), {})
+
+
+@cache
+def _allowed() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """What torch's reader takes beyond its own list."""
+    inert = [(_stand_in(path), path) for path in _INERT]
+    return [*inert, *((ShardedTensor, path) for path in _DTENSOR)]
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """Lay aside what libraries allowed torch's reader, such as the real DTensor, for this call."""
+    theirs = get_safe_globals()
+    clear_safe_globals()
+    add_safe_globals(_allowed())
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(theirs)
+
+
+def load_tensors(path: Path, content: IO[bytes] | None = None) -> Any:
+    """What torch.save wrote, tensors on the CPU; those of a whole file are mapped, not read.
+
+    Args:
+        path: the file; errors name it.
+        content: a part of the file, read instead of the whole.
+
+    Raises:
+        ConvertFailed: missing, cut, unreadable, or a pickle that names anything but tensors.
+    """
+    source: Any = path if content is None else content
+    try:
+        with _only_ours():
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
+    except pickle.UnpicklingError as error:
+        raise ConvertFailed(_refusal(path, str(error))) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConvertFailed(_broken(path, error)) from error
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads `.metadata`: every name that it may call is inert or a plain container."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path in _METADATA:
+            return _stand_in(path)
+        if path in _PLAIN:
+            return _PLAIN[path]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path") and "." not in name:
+            return _stand_in("pathlib.Path")
+        raise pickle.UnpicklingError(f"GLOBAL {path}")
+
+
+def load_metadata(path: Path) -> Any:
+    """The `.metadata` of a torch.distributed.checkpoint folder.
+
+    Raises:
+        ConvertFailed: missing, cut, or a pickle that names anything but that format's classes.
+    """
+    try:
+        with path.open("rb") as file:
+            return _MetadataReader(file).load()
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" not in str(error):
+            raise ConvertFailed(_broken(path, error)) from error
+        raise ConvertFailed(_refusal(path, str(error))) from error
+    except Exception as error:  # a broken pickle raises whatever its bytes lead to
+        raise ConvertFailed(_broken(path, error)) from error
+
+
+def _refusal(path: Path, reason: str) -> str:
+    """Torch's own words, without its advice to trust the file."""
+    _, found, rest = reason.partition("GLOBAL ")
+    if not found:
+        return _broken(path, reason)
+    return (
+        f"{path}: its pickle asks for {rest.split()[0]}, which is no part of a tensor; nothing of "
+        "it was run. Do not load this file elsewhere, and fetch it again from where it was saved."
+    )
+
+
+def _broken(path: Path, error: object) -> str:
+    why = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{path}: cannot be read ({why}). Copy the file again; its size may tell."
