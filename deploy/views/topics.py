@@ -55,7 +55,7 @@ def apply_command(args: argparse.Namespace) -> int:
         told = "; ".join(_line(change, found.allowed).strip() for change in left)
         raise LogError(f"the log took the changes and still asks for: {told}")
     if found.changes and not args.json:
-        print(f"done: {len(found.changes)} changes made")
+        print(f"done: {_changes(found)} made")
     return 0
 
 
@@ -130,8 +130,13 @@ def _summary(found: TopicPlan) -> str:
     if not found.changes:
         return "nothing to do: every topic is as the configuration asks"
     refused = len(found.refused)
-    told = f"{len(found.changes)} changes"
+    told = _changes(found)
     return f"{told}, {refused} refused: nothing is done" if refused else told
+
+
+def _changes(found: TopicPlan) -> str:
+    num = len(found.changes)
+    return f"{num} change{'s' * (num != 1)}"
 
 
 def _told(setting: str, value: str) -> str:
