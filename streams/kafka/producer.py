@@ -14,7 +14,7 @@ from ..log import Consumer, Partition, Position, TopicSpec
 from .cluster import Cluster
 from .consumer import KafkaConsumer
 from .topics import Topics
-from .writers import Batch, Idempotent, Outgoing, Transactional
+from .writers import ONLY_ERRORS, Batch, Idempotent, Outgoing, Transactional
 
 
 class Fence:
@@ -156,7 +156,7 @@ class KafkaProducer:
             else:
                 own_id = before.id
             with self._cluster.faults.explained("transactions"):
-                settings = self._cluster.options.member_transactions
+                settings = {**self._cluster.options.member_transactions, **ONLY_ERRORS}
                 self._writer = before = Transactional(self._cluster, own_id, settings)
         return before
 
