@@ -85,7 +85,8 @@ class JoinWorker:
         if self.process.poll() != 1:
             return False
         last = self.path.read_text().rpartition("--- started")[2].splitlines()[-1]
-        return last.startswith("streamrft join: ") and "broker" in last
+        is_away = "Last heard of" in last or "The brokers are" in last
+        return last.startswith("streamrft join: ") and is_away
 
     def tail(self, what: str) -> str:
         """Its log, for a message; where it stands, if it still does."""
