@@ -118,7 +118,7 @@ class RolloutCorrection:
         """Of all sequences of a batch, log r [n] each."""
         weights = [self._weights(r) for r in log_ratios]
         truncated = [self._truncated(w) for w in weights]
-        if self.rollout_is_batch_normalize and weights:
+        if self.rollout_is_batch_normalize and any(len(w) for w in weights):
             truncated = self._normalised(truncated)
         kept = [self._kept(r) for r in log_ratios]
         return Corrected(truncated, kept, self._metrics(weights, truncated, kept))

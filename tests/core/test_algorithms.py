@@ -174,8 +174,21 @@ def test_without_a_coefficient_or_a_function_no_reference_is_needed():
     assert not algorithm(kl_loss_fn=FunctionSettings("none", {"kl_coef": 0.1})).kl.is_active
 
 
-def test_adaptive_kl_is_refused_by_name():
-    with pytest.raises(ConfigError, match="adaptive"):
+@pytest.mark.parametrize(
+    "measured, expected",
+    [(0.11, 0.2 * (1 + 0.1 * 50 / 1000)), (9.0, 0.2 * 1.01), (0.0, 0.2 * 0.99), (np.nan, 0.2)],
+)
+def test_an_adaptive_coefficient_is_steered_to_the_target(measured: float, expected: float):
+    """Target 0.1, 50 experiences, horizon 1000; the error is clamped to +-0.2."""
+    args = {"kl_coef": 0.2, "adaptive": True, "target_kl": 0.1, "horizon": 1000}
+    kl = algorithm(kl_loss_fn=FunctionSettings("k2", args)).kl
+    assert kl.next_coef(0.2, measured, 50) == pytest.approx(expected)
+    fixed = algorithm(kl_loss_fn=FunctionSettings("k2", {"kl_coef": 0.2})).kl
+    assert fixed.next_coef(0.2, measured, 50) == 0.2
+
+
+def test_an_adaptive_coefficient_needs_a_target_and_a_horizon():
+    with pytest.raises(ConfigError, match="adaptive with target_kl None and horizon None"):
         algorithm(kl_loss_fn=FunctionSettings("k2", {"adaptive": True}))
 
 

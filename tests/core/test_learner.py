@@ -1,28 +1,20 @@
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_learner import group, learner, mixed, plain_logprobs, weights_of, with_logprobs
 from transformers import AutoModelForCausalLM
 
-from streamrft.consumers.learning.examples import TrainingExample, TrainingSequence
-from streamrft.consumers.learning.learner import Learner
-from streamrft.consumers.settings import (
-    AlgorithmSettings,
-    FunctionSettings,
-    OptimizerSettings,
-    TrainerSettings,
-)
+from streamrft.consumers.learning.examples import TrainingExample
+from streamrft.consumers.settings import FunctionSettings
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 
 NO_KL = FunctionSettings("none")
@@ -36,75 +28,6 @@ def torch_as_before():
         yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
-
-
-def learner(folder: Path, *, lr: float = 1e-3, warmup: int = 0, **changes: Any) -> Learner:
-    keys = {"algorithm_type", "kl_loss_fn", "policy_loss_fn", "loss_agg_mode", "entropy_loss_fn"}
-    algorithm = {k: changes.pop(k) for k in keys & changes.keys()}
-    settings = TrainerSettings(
-        model_path=str(folder),
-        checkpoint_uri="unused",
-        algorithm=AlgorithmSettings(
-            optimizer=OptimizerSettings(lr=lr, lr_warmup_steps=warmup), **algorithm
-        ),
-        **changes,
-    )
-    return Learner(settings, total_steps=None)
-
-
-def group(
-    masks: Sequence[Sequence[int]], rewards: tuple[float, ...], *, seed: int = 0, **changes: Any
-) -> list[TrainingExample]:
-    """One group with random tokens; temperature 0.8 in slot 0, else 1."""
-    rng = np.random.default_rng(seed)
-    return [
-        TrainingExample(
-            trajectory_id=f"g.{seed}:{i}:a",
-            group_id=f"g.{seed}",
-            slot=i,
-            number=seed,
-            sequences=(
-                TrainingSequence(
-                    rng.integers(7, 263, len(mask)).astype(np.int32),
-                    np.array(mask, np.uint8),
-                    np.zeros(len(mask), np.float32),
-                    0.8 if i == 0 else 1.0,
-                ),
-            ),
-            reward=rewards[i],
-            group_rewards=rewards,
-            group_slot_index=i,
-            reward_parts={"accuracy": rewards[i]},
-            **changes,
-        )
-        for i, mask in enumerate(masks)
-    ]
-
-
-def plain_logprobs(model: Any, sequence: TrainingSequence) -> torch.Tensor:
-    """Log-probs of a sequence run alone, float32 [T], 0 for the first token."""
-    ids = torch.from_numpy(sequence.tokens.astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0, :-1] / sequence.temperature
-    chosen = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), chosen])
-
-
-def with_logprobs(
-    examples: list[TrainingExample], model: Any, shifts: Sequence[float] | None = None
-) -> list[TrainingExample]:
-    """The same with the model's own log-probs as behaviour, less a shift an example."""
-    result: list[TrainingExample] = []
-    for example, shift in zip(examples, shifts or [0.0] * len(examples), strict=True):
-        sequences = tuple(
-            dataclasses.replace(
-                s,
-                logprobs=(plain_logprobs(model, s).detach().numpy() - np.float32(shift))
-                * s.loss_mask,
-            )
-            for s in example.sequences
-        )
-        result.append(dataclasses.replace(example, sequences=sequences))
-    return result
 
 
 # rewards 1, 0, 1/2: mean 1/2, unbiased std 1/2, so advantages 1, -1, 0
@@ -136,17 +59,6 @@ def test_loss_of_a_worked_example_off_policy(tiny_model_dir: Path):
     metrics = one.step(with_logprobs(group(MASKS, REWARDS), one.model, shifts), step=1)
     assert metrics["actor/pg_loss"] == pytest.approx(0.12, abs=1e-5)
     assert metrics["actor/logprob_gap_max"] == pytest.approx(math.log(5), abs=1e-5)
-
-
-def mixed(seed: int = 3) -> list[TrainingExample]:
-    """Three groups of four, lengths 4 to 40, masks with holes."""
-    rng = np.random.default_rng(seed)
-    examples: list[TrainingExample] = []
-    for g in range(3):
-        masks = [(rng.random(rng.integers(4, 40)) < 0.6).astype(int).tolist() for _ in range(4)]
-        rewards = tuple(float(r) for r in rng.normal(size=4))
-        examples += group(masks, rewards, seed=g)
-    return examples
 
 
 @pytest.mark.parametrize("budget", [1, 64, 8192])
@@ -201,13 +113,6 @@ def test_skipping_sequences_without_advantage_changes_no_gradient(tiny_model_dir
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def weights_of(one: Learner) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(one.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-
 @pytest.mark.parametrize(
     "examples",
     [
@@ -217,7 +122,6 @@ def weights_of(one: Learner) -> str:
         pytest.param(group([[0, 1], [0, 1]], (math.inf, 0.0)), id="not finite"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_batch_without_a_usable_gradient_changes_nothing(
     tiny_model_dir: Path, examples: list[TrainingExample]
 ):
@@ -308,7 +212,7 @@ import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 import torch
-from test_learner import learner, mixed, weights_of
+from tiny_learner import learner, mixed, weights_of
 torch.set_num_threads(1)
 one = learner(Path({folder!r}), deterministic=True)
 for step in range(1, 4):
@@ -318,7 +222,9 @@ print(weights_of(one))
 
 
 def test_the_same_examples_give_the_same_weights_in_every_process(tiny_model_dir: Path):
-    program = PROGRAM.format(here=str(Path(__file__).parent), folder=str(tiny_model_dir))
+    program = PROGRAM.format(
+        here=str(Path(__file__).parent.parent / "support"), folder=str(tiny_model_dir)
+    )
     outputs = [
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120

@@ -57,10 +57,15 @@ def gae(rewards: Values, values: Values, gamma: float, lam: float) -> Values:
 
 
 def whitened(parts: Sequence[Values]) -> list[Values]:
-    """Every part less the mean over all, by sqrt(var + 1e-8); unchanged under two values."""
+    """Every part less the mean over all, by sqrt(var + 1e-8); unchanged under two values.
+
+    Equal values give exactly 0, so that no rounding passes for a signal.
+    """
     whole = np.concatenate(parts) if parts else np.zeros(0)
     if len(whole) < 2:
         return list(parts)
+    if whole.min() == whole.max():
+        return [np.zeros_like(part) for part in parts]
     mean, scale = whole.mean(), np.sqrt(whole.var(ddof=1) + 1e-8)
     return [(part - mean) / scale for part in parts]
 
