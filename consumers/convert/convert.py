@@ -88,7 +88,12 @@ def _one(found: Found, request: Request) -> Outcome:
     target_folder = found.folder / FOLDER
     manifest = read_manifest(target_folder)
     is_same = manifest is not None and manifest.dtype == (request.dtype or "")
-    if manifest is not None and is_same and is_current(manifest, found.folder):
+    if (
+        manifest is not None
+        and is_same
+        and is_current(manifest, found.folder)
+        and not _lacks(target_folder, request.base)
+    ):
         return Outcome("present", target_folder, f"as {MANIFEST} says")
     if _is_own(found):
         return Outcome("present", target_folder, "saved as a Hugging Face folder")
@@ -102,6 +107,13 @@ def _one(found: Found, request: Request) -> Outcome:
     _check_base(request.base, target, found.role)
     source = opener(target)
     return _write(found, source, target, small, request)
+
+
+def _lacks(folder: Path, base: Path | None) -> bool:
+    """Whether the base has small files, such as a tokenizer, that the folder has not."""
+    return base is not None and any(
+        not (folder / name).is_file() for name in small_files(folder, base)
+    )
 
 
 def _is_own(found: Found) -> bool:
@@ -176,7 +188,8 @@ def _write(
     with staged(found.folder) as folder:
         for name, path in small.items():
             content = path.read_bytes()
-            (folder / name).write_bytes(_config(content, plans) if name == CONFIG else content)
+            is_config = name == CONFIG
+            (folder / name).write_bytes(_config(target, found, plans) if is_config else content)
         ties = _Ties(target)
         with WeightsWriter(folder, plans) as writer:
             for piece in source.pieces():
@@ -192,9 +205,15 @@ def _write(
             sources=source.files,
             root=found.folder,
         )
+    return Outcome("converted", found.folder / FOLDER, _told(source, plans, small))
+
+
+def _told(source: Source, plans: Mapping[str, Plan], small: Mapping[str, Path]) -> str:
     size_mb = sum(p.size_bytes for p in plans.values()) / 1e6
-    detail = f"{source.kind}, {len(source.files)} files, {len(plans)} tensors, {size_mb:,.0f} MB"
-    return Outcome("converted", found.folder / FOLDER, detail)
+    text = f"{source.kind}, {len(source.files)} files, {len(plans)} tensors, {size_mb:,.1f} MB"
+    if not any(name.startswith("tokenizer") for name in small):
+        text += "; without a tokenizer, which --base-model-dir can give"
+    return text
 
 
 def _plans(layouts: Mapping[str, Layout], target: Target, dtype: str | None) -> dict[str, Plan]:
@@ -220,13 +239,15 @@ def _plans(layouts: Mapping[str, Layout], target: Target, dtype: str | None) -> 
     return {name: plans[name] for name in target.shapes}
 
 
-def _config(content: bytes, plans: Mapping[str, Plan]) -> bytes:
+def _config(target: Target, found: Found, plans: Mapping[str, Plan]) -> bytes:
     """config.json with the dtype that the weights have: transformers loads in what it names."""
-    values = json.loads(content)
+    values = {**target.values, "architectures": [target.architecture]}
     floating = [p.dtype for p in plans.values() if p.dtype.is_floating_point]
     widest = max(floating, key=lambda d: (d.itemsize, str(d)))
     key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
     values[key] = str(widest).removeprefix("torch.")
+    if found.role == "critic":
+        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return json.dumps(values, indent=2).encode() + b"\n"
 
 

@@ -31,12 +31,14 @@ class Target:
         tied: names that are another tensor's second name, and that tensor's.
         config: the file that says so.
         values: what is in it.
+        architecture: name of the transformers class.
     """
 
     shapes: Mapping[str, Shape]
     tied: Mapping[str, str]
     config: Path
     values: Mapping[str, Any]
+    architecture: str
 
 
 def small_files(own: Path, base: Path | None) -> dict[str, Path]:
@@ -91,7 +93,7 @@ def _target(model: Any, config: Path, values: Mapping[str, Any]) -> Target:
             tied[name] = first[id(parameter)]
     state = model.state_dict()
     shapes = {n: tuple(t.shape) for n, t in state.items() if n not in tied}
-    return Target(shapes, tied, config, values)
+    return Target(shapes, tied, config, values, type(model).__name__)
 
 
 def matched(names: Iterable[str], target: Target, where: Path) -> dict[str, str]:

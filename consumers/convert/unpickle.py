@@ -40,21 +40,8 @@ _DTENSOR = (
     "torch.distributed._tensor.DTensor",
     "torch.distributed._tensor.api.DTensor",
 )
-_METADATA = tuple(
-    f"torch.distributed.checkpoint.{name}"
-    for name in (
-        "metadata.Metadata",
-        "metadata.MetadataIndex",
-        "metadata.StorageMeta",
-        "metadata.TensorProperties",
-        "metadata.TensorStorageMetadata",
-        "metadata.BytesStorageMetadata",
-        "metadata.ChunkStorageMetadata",
-        "metadata._MEM_FORMAT_ENCODING",
-        "filesystem._StorageInfo",
-        "filesystem._StoragePrefix",
-    )
-)
+# inert as well; Megatron-core keeps the plans of its saves in there too
+_METADATA = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _PLAIN: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
@@ -150,7 +137,7 @@ class _MetadataReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
-        if path in _METADATA:
+        if path.startswith(_METADATA):
             return _stand_in(path)
         if path in _PLAIN:
             return _PLAIN[path]
