@@ -18,6 +18,7 @@ from .exchange import Exchange
 from .security import credentials
 
 _COMMIT_INTERVAL_S = 1.0
+_METADATA_AGE_MS = 3_000
 _FULL_S = 0.01
 _RAW = {"key_type": bytes, "value_type": bytes, "key_serializer": "raw", "value_serializer": "raw"}
 
@@ -66,6 +67,9 @@ def _settings(options: Options) -> dict[str, Any]:
         "broker_rebalance_timeout": session_s,
         "broker_heartbeat_interval": min(3.0, session_s / 3),
         "consumer_auto_offset_reset": "earliest",
+        # a leader that assigns before a restarted broker knows the topics gives nobody anything
+        # until it looks again
+        "consumer_metadata_max_age_ms": _METADATA_AGE_MS,
         "consumer_max_fetch_size": options.max_event_bytes + RECORD_MARGIN_BYTES,
         "cython_optimizations": True,
         # made by Faust although nothing is kept there; other users have their own
