@@ -6,6 +6,7 @@ trying things (`serve.py`); the tests start theirs with quicker settings.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 START_S = 60.0
 STOP_S = 20.0
@@ -44,7 +46,7 @@ Configuration:
 
 
 class BrokerFailed(RuntimeError):
-    """The broker cannot be formatted or started; the message has the end of its log."""
+    """The broker cannot be formatted or started; the message says why, or ends with its log."""
 
 
 class Broker:
@@ -62,7 +64,7 @@ class Broker:
         settings: Mapping[str, str] | None = None,
         more_listeners: Mapping[str, int] | None = None,
     ) -> None:
-        """Write the settings.
+        """Nothing is written before `start`.
 
         Args:
             folder: of this broker alone; made when missing.
@@ -74,10 +76,9 @@ class Broker:
         """
         self.folder, self.home, self.port = folder, home, port
         self.address = f"127.0.0.1:{port}"
-        folder.mkdir(parents=True, exist_ok=True)
         protocol = (settings or {}).get("inter.broker.listener.name", "PLAINTEXT")
         listeners = {protocol: port, **(more_listeners or {})}
-        wanted = {
+        self._wanted = {
             **_addresses(listeners, controller_port),
             "process.roles": "broker,controller",
             "node.id": "1",
@@ -86,9 +87,9 @@ class Broker:
             **(settings or {}),
         }
         self._properties = folder / "server.properties"
-        self._properties.write_text("".join(f"{k}={v}\n" for k, v in wanted.items()))
         self._log = folder / "broker.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock: IO[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -99,24 +100,38 @@ class Broker:
         """Start, or start again, and wait until it serves.
 
         Raises:
-            BrokerFailed: it ended, or does not serve within a minute.
+            BrokerFailed: the folder is another's or cannot be written; the broker ended, or does
+                not serve within a minute.
         """
+        if self._lock is not None:
+            self._lock.close()  # of a broker that ended by itself
+        self._lock = self._locked()
+        try:
+            self._start()
+        except BrokerFailed:
+            self.kill()
+            raise
+        return self
+
+    def _start(self) -> None:
+        self._properties.write_text("".join(f"{k}={v}\n" for k, v in self._wanted.items()))
         if not (self.folder / "data" / "meta.properties").exists():
             self._format()
         self._log.write_bytes(b"")
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
-                [*self._java(), "kafka.Kafka", str(self._properties)], stdout=out, stderr=out
+                [*self._java(), "kafka.Kafka", str(self._properties)],
+                stdout=out,
+                stderr=out,
+                pass_fds=[self._lock.fileno()] if self._lock else [],
             )
         deadline = time.monotonic() + START_S
         while not self._serves():
             if self._process.poll() is not None:
                 raise BrokerFailed(f"the broker ended. {self._last_words()}")
             if time.monotonic() > deadline:
-                self.kill()
                 raise BrokerFailed(f"no broker in {START_S:g} s. {self._last_words()}")
             time.sleep(0.05)
-        return self
 
     def wait(self) -> int:
         """Until it ends by itself; its exit code."""
@@ -130,6 +145,26 @@ class Broker:
     def stop(self) -> None:
         """An orderly end; no error when it does not run."""
         self._end(signal.SIGTERM)
+
+    def _locked(self) -> IO[bytes]:
+        """The folder, held by this process and the broker until both have ended.
+
+        Kafka itself looks too late: a second broker spoils the first one's metadata.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("wb")
+        except OSError as error:
+            raise BrokerFailed(f"{self.folder} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise BrokerFailed(
+                f"another broker runs on {self.folder}. End it, or name another folder: "
+                f"make kafka KAFKA_PORT={self.port} KAFKA_FOLDER={self.folder}-{self.port}"
+            ) from None
+        return lock
 
     def _format(self) -> None:
         words = ["kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c"]
@@ -165,6 +200,8 @@ class Broker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=STOP_S)
+        if self._lock is not None:
+            self._lock.close()
 
 
 def free_port() -> int:

@@ -65,8 +65,11 @@ def main() -> int:
         signal.signal(number, _interrupt)
     try:
         return start(arguments.folder.resolve(), arguments.port)
-    except (CannotStart, BrokerFailed) as error:
+    except CannotStart as error:
         print(error, file=sys.stderr)
+        return 1
+    except BrokerFailed as error:
+        print(f"make kafka: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -81,7 +84,7 @@ def start(folder: Path, port: int) -> int:
     if not is_free(port):
         raise CannotStart(
             f"make kafka: something listens at 127.0.0.1:{port} already. End it, or name another "
-            "port: make kafka KAFKA_PORT=9192"
+            "port and folder: make kafka KAFKA_PORT=9192 KAFKA_FOLDER=runs/kafka-9192"
         )
     home = os.environ.get("KAFKA_HOME")
     if home:

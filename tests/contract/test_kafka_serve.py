@@ -84,6 +84,15 @@ def test_port_that_is_taken_is_named(bare):
     assert f"127.0.0.1:{port} already" in done.stderr
 
 
+def test_a_folder_that_cannot_be_written_is_named(bare, tmp_path):
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "kafka_2.13-4.3.1.jar").touch()
+    bare.folder.touch()
+    done = bare.serve(KAFKA_HOME=str(tmp_path))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{bare.folder} cannot be written" in done.stderr
+
+
 def test_compose_starts_the_broker_alone_where_docker_runs(bare):
     bare.has("docker")
     port = free_port()
@@ -149,6 +158,8 @@ def test_records_stay_over_a_restart_and_a_setting_that_is_refused_is_shown(tmp_
         producer.send("kept", b"v", partition=0)
         producer.flush()
         log.close()
+        with pytest.raises(BrokerFailed, match="another broker runs on .*/broker. End it, or name"):
+            Broker(tmp_path / "broker").start()
         broker.stop()
         broker.start()
         log = open_log(broker.url, Limits())
