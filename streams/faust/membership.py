@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("streamrft")
 
-_START_S, _STOP_S = 60.0, 5.0
+_START_S, _STOP_S = 60.0, 3.0
 _LOOK_S, _RESTART_S = 0.5, 1.0
 
 MakeApp = Callable[[Sequence[str], Exchange], "faust.App"]
@@ -94,7 +94,7 @@ class EmbeddedFaust:
         if self._loop is not None and self._stopping is not None:
             with suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(_STOP_S + 1.0)
+        self._thread.join(_STOP_S + 0.5)
         if self._thread.is_alive():
             logger.warning("Faust did not end within %.0f s and is left behind", _STOP_S)
 
