@@ -233,8 +233,9 @@ class JoinWorker:
         return bool(moved)
 
     def _work(self, partition: int, records: list[Record], now: int) -> Batch | None:
-        if partition not in self._units and self._restore(partition):
-            records = []
+        if partition not in self._units:
+            self._restore(partition)
+            records = []  # they lie below its position, or come again from there
         if partition not in self._units:
             return None  # it went to another while its state was read
         unit, feed = self._units[partition]
@@ -254,8 +255,8 @@ class JoinWorker:
         for partition in moved.keys() - failed:
             self._held.pop(partition, None)
 
-    def _restore(self, partition: int) -> bool:
-        """Make a partition's unit from the log; whether it has to be read anew from there."""
+    def _restore(self, partition: int) -> None:
+        """Make a partition's unit from the log, and read on where its state ends."""
         self._shell.claim(partition)
         unit = PartitionJoin(
             self._log,
@@ -268,11 +269,10 @@ class JoinWorker:
         state = read_state(self._log, self._topics, partition, through=self._breathing)
         unit.restore(self._breathing(state.groups), state.counters)
         if partition in self._lost:
-            return False
-        is_moved = self._go_to(partition, state.positions)
+            return
+        self._go_to(partition, state.positions)
         feed = self._feed_type(self._log, self._consumer, self._topics, partition)
         self._units[partition] = unit, feed
-        return is_moved
 
     def _breathing(self, values: Iterable[T]) -> Iterator[T]:
         """Pass values on, and stay a member of the group however long that takes."""
@@ -284,19 +284,15 @@ class JoinWorker:
                 self._process.idle("the state of its groups")
                 breath_at = time.monotonic() + BREATH_S
 
-    def _go_to(self, partition: int, positions: Mapping[str, int]) -> bool:
-        """Read on where the state ends; whether the consumer stood elsewhere."""
+    def _go_to(self, partition: int, positions: Mapping[str, int]) -> None:
         at = self._consumer.positions()
-        moved = False
         for topic, source in self._places(partition):
             wanted = positions.get(topic)
             if wanted is None:
                 wanted = self._first(source)
             if partition in self._rewound or at.get(source) != wanted:
                 self._consumer.seek(source, wanted)
-                moved = True
         self._rewound.discard(partition)
-        return moved
 
     def _first(self, source: Partition) -> int:
         """Where a partition without state begins."""

@@ -1,10 +1,11 @@
-"""The native shell of the join over every log adapter."""
+"""The join worker over every log, on Kafka with both of its shells."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from join_scripts import failed, rew, scored, traj
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
+from streamrft.schemas.errors import StreamrftError
 from streamrft.schemas.events import now_ms
 from streamrft.schemas.topics import partition_for
+from streamrft.streams.reading import begins
 from streamrft.streams.settings import OperatorSettings, StreamSettings
 
 FAST = StreamSettings(grace_ms=0)
@@ -81,6 +84,27 @@ def test_a_restarted_worker_goes_on_with_open_groups(run):
     run.drive(lambda: run.num("experiences") == 2)
     assert sorted(e.reward for e in run.experiences()) == [1.0, 2.0]
     assert run.counters()["open_groups"] == run.counters()["pending"] == 0
+
+
+def test_what_the_state_holds_is_not_counted_again_when_the_group_forgot_its_positions(run):
+    run.send(*group("g1"), rew("g1:0:a", 1.0, at=now_ms()))
+    run.drive(lambda: run.counters().get("rewards") == 1 and run.num("experiences") == 2)
+    before = run.counters()
+    forget_positions(run)
+    run.drive(lambda: "trajectories and rewards" in run.process.blockers)
+    assert run.counters() == before
+
+
+def forget_positions(run: JoinRun) -> None:
+    """As `offsets.retention.minutes` does, or a shell that stored them late."""
+    starts = begins(run.log, *(run.topics.name(t) for t in ("trajectories", "rewards")))
+    outsider = run.log.consumer(group=f"{run.topics.namespace}.join")
+    deadline = time.monotonic() + 30
+    while outsider.committed(starts) != starts:
+        assert time.monotonic() < deadline, "a member that left keeps the group for over 30 s"
+        with suppress(StreamrftError):
+            outsider.commit(starts)
+    outsider.close()
 
 
 def test_payloads_out_of_the_cache_are_read_again(run):
