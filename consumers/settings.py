@@ -54,7 +54,10 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True)
 class SftSource:
-    """Rows of a file to imitate, read in a seeded order. `path` as in a taskset."""
+    """Rows of a file to imitate, read in a seeded order. `path` as in a taskset.
+
+    `whole_text` trains every token, as continued pre-training does, not the responses alone.
+    """
 
     path: str
     split: str = "train"
@@ -67,6 +70,7 @@ class SftSource:
     system_prompt_key: str | None = None
     total_epochs: int = 1
     shuffle: bool = True
+    whole_text: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Rows of text to imitate -> training examples whose loss covers the assistant's words only."""
+"""Rows of text to imitate -> training examples.
+
+The loss covers the assistant's words only, or with `whole_text` every word.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def examples_from_rows(
     Args:
         rows: with prompt_key and response_key, or with messages_key a list of {role, content}.
         tokenizer: a transformers tokenizer; without a chat template only prompt and response
-            can be read, and are joined as plain text ended by the end-of-sequence token.
+            can be read, and are joined as plain text ended by the end-of-sequence token. Of
+            whole_text, prompt_key holds the text, or messages_key a conversation.
         source: names the keys and the system prompt.
         first_row: number of rows[0] in the file, for ids and messages.
         max_tokens: longer rows are cut at the end.
@@ -45,11 +49,7 @@ def examples_from_rows(
 def _example(
     row: Mapping[str, Any], tokenizer: Any, source: SftSource, number: int, limit: int | None
 ) -> TrainingExample:
-    messages = _messages(row, source, number)
-    if tokenizer.chat_template is None:
-        tokens, mask = _plain(messages, tokenizer)
-    else:
-        tokens, mask = _rendered(messages, tokenizer, number)
+    tokens, mask = _marked(row, tokenizer, source, number)
     tokens, mask = tokens[:limit], mask[:limit]
     return TrainingExample(
         trajectory_id=f"sft.{number}:0:row",
@@ -58,6 +58,35 @@ def _example(
         number=number,
         sequences=(TrainingSequence(tokens, mask, np.zeros(len(tokens), np.float32)),),
     )
+
+
+def _marked(
+    row: Mapping[str, Any], tokenizer: Any, source: SftSource, number: int
+) -> tuple[Ints, Mask]:
+    """Tokens and mask [T] of one row."""
+    if source.whole_text:
+        return _whole(row, tokenizer, source, number)
+    messages = _messages(row, source, number)
+    if tokenizer.chat_template is None:
+        return _plain(messages, tokenizer)
+    return _rendered(messages, tokenizer, number)
+
+
+def _whole(
+    row: Mapping[str, Any], tokenizer: Any, source: SftSource, number: int
+) -> tuple[Ints, Mask]:
+    """A text and the end-of-sequence token, or a conversation; all of it is trained."""
+    if source.prompt_type == "messages" and row.get(source.messages_key):
+        messages = conversation(dict(row), row[source.messages_key], source)
+        tokens = _render(messages, tokenizer)
+    elif isinstance(row.get(source.prompt_key), str):
+        tokens = [*tokenizer(row[source.prompt_key])["input_ids"], tokenizer.eos_token_id]
+    else:
+        raise ConfigError(
+            f"{source.path} row {number}: {source.prompt_key!r} holds no text; it has "
+            f"{', '.join(sorted(row))}. Set format.prompt_key to the key of the text."
+        )
+    return np.asarray(tokens, np.int32), np.ones(len(tokens), np.uint8)
 
 
 def _messages(row: Mapping[str, Any], source: SftSource, number: int) -> list[Message]:

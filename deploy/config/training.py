@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...consumers.algorithms.catalogue import AlgorithmType, algorithm_type, check_sources
+from ...consumers.algorithms.correction_keys import CorrectionKeys
 from ...consumers.settings import (
     AlgorithmSettings,
     FunctionSettings,
@@ -66,7 +67,8 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
     """The algorithm, with the functions that the file replaces or gives arguments.
 
     Raises:
-        ConfigError: an algorithm that is unknown, or that waits for a source of data.
+        ConfigError: an algorithm that is unknown, or that waits for a source of data, or a
+            correction that cannot be meant.
     """
     section = stage.config.algorithm
     spec = algorithm_type(section.algorithm_type)
@@ -75,8 +77,9 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
         advantage_fn=section.advantage_fn,
         policy_loss_fn=section.policy_loss_fn,
     )
-    optimizer = section.optimizer
-    given_clip = stage.gives("trainer.grad_clip")
+    bypasses_old = _bypasses_old_logprobs(stage)
+    if section.rollout_correction is not None:
+        CorrectionKeys.create({"bypass_mode": bypasses_old, **section.rollout_correction})
     loss_args = dict(section.policy_loss_fn_args or {})
     agg_mode = loss_args.pop("loss_agg_mode", None)
     return AlgorithmSettings(
@@ -93,18 +96,9 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
             spec, "kl_penalty_fn", section.kl_penalty_fn, section.kl_penalty_fn_args
         ),
         loss_agg_mode=section.loss_agg_mode or agg_mode,
-        bypass_old_logprobs=_bypasses_old_logprobs(stage),
+        bypass_old_logprobs=bypasses_old,
         rollout_correction=section.rollout_correction,
-        optimizer=OptimizerSettings(
-            lr=optimizer.lr,
-            betas=(optimizer.betas[0], optimizer.betas[1]),
-            weight_decay=optimizer.weight_decay,
-            lr_scheduler_type=optimizer.lr_scheduler_type,
-            lr_warmup_steps=optimizer.lr_warmup_steps,
-            lr_warmup_steps_ratio=optimizer.lr_warmup_steps_ratio,
-            min_lr_ratio=optimizer.min_lr_ratio,
-            clip_grad=stage.config.trainer.grad_clip if given_clip else optimizer.clip_grad,
-        ),
+        optimizer=_optimizer(stage),
     )
 
 
@@ -177,6 +171,7 @@ def _sft_source(config: Config) -> SftSource:
         system_prompt_key=form.system_prompt_key,
         total_epochs=config.buffer.total_epochs,
         shuffle=rows.data_selector.selector_type != "sequential",
+        whole_text=algorithm_type(config.algorithm.algorithm_type).schema == "cpt",
     )
 
 
@@ -192,6 +187,21 @@ def _function(
     if own is None:
         raise ConfigError(f"algorithm.{key}_args: the algorithm has no {key}; name one.")
     return FunctionSettings(own, {**getattr(spec, f"{key}_args", {}), **(args or {})})
+
+
+def _optimizer(stage: StageConfig) -> OptimizerSettings:
+    optimizer, trainer = stage.config.algorithm.optimizer, stage.config.trainer
+    given_clip = stage.gives("trainer.grad_clip")
+    return OptimizerSettings(
+        lr=optimizer.lr,
+        betas=(optimizer.betas[0], optimizer.betas[1]),
+        weight_decay=optimizer.weight_decay,
+        lr_scheduler_type=optimizer.lr_scheduler_type,
+        lr_warmup_steps=optimizer.lr_warmup_steps,
+        lr_warmup_steps_ratio=optimizer.lr_warmup_steps_ratio,
+        min_lr_ratio=optimizer.min_lr_ratio,
+        clip_grad=trainer.grad_clip if given_clip else optimizer.clip_grad,
+    )
 
 
 def _bypasses_old_logprobs(stage: StageConfig) -> bool:

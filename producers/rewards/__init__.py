@@ -1,5 +1,6 @@
 """Reward functions, by name."""
 
+from .dapo import MathDapoReward
 from .reward import REWARDS, RewardFailed, RewardFunction, RolloutView, score, score_all
 from .rules import AccuracyReward, CountdownReward, FormatReward, MathBoxedReward, MathReward
 
@@ -9,6 +10,7 @@ __all__ = [
     "CountdownReward",
     "FormatReward",
     "MathBoxedReward",
+    "MathDapoReward",
     "MathReward",
     "RewardFailed",
     "RewardFunction",

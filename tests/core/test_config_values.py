@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from config_files import planned, with_changes
 
+from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings
 from streamrft.deploy.plan import plan
 from streamrft.deploy.run import resolved_text
 from streamrft.schemas.errors import ConfigError
@@ -121,6 +122,66 @@ def test_arguments_without_a_name_change_the_algorithms_own_function(tmp_path: P
     assert trainer.algorithm.policy_loss_fn.args == {"clip_range": 0.3}
     assert trainer.algorithm.loss_agg_mode == "token-mean"
     assert trainer.algorithm.advantage_fn is None
+
+
+def test_a_correction_recomputes_old_log_probs_unless_the_file_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    def settings(**algorithm: Any) -> AlgorithmSettings:
+        trainer = planned(tmp_path, {"algorithm": algorithm}).stage(None).trainer
+        assert trainer
+        return trainer.algorithm
+
+    assert settings().bypass_old_logprobs and settings().rollout_correction is None
+    assert not settings(bypass_old_logprobs=False).bypass_old_logprobs
+    corrected = settings(rollout_correction={"rollout_is": "token"})
+    assert not corrected.bypass_old_logprobs
+    assert corrected.rollout_correction == {"rollout_is": "token"}
+    with pytest.raises(ConfigError, match=r"rollout_correction\.rollout_is: 'token' does nothing"):
+        settings(rollout_correction={"rollout_is": "token"}, bypass_old_logprobs=True)
+    with pytest.raises(ConfigError, match="'rollout_iss' is unknown. Did you mean 'rollout_is'"):
+        settings(rollout_correction={"rollout_iss": "token"})
+
+
+def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
+    algorithm = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.1}}
+    trainer = planned(tmp_path, {"algorithm": algorithm}).stage(None).trainer
+    assert trainer and trainer.algorithm.kl_penalty_fn
+    assert trainer.algorithm.kl_penalty_fn == FunctionSettings("k1", {"kl_coef": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "source"),
+    [
+        ({"algorithm_type": "mix"}, "expert rows mixed into the batch"),
+        ({"algorithm_type": "mix_chord"}, "expert rows mixed into the batch"),
+        ({"algorithm_type": "on_policy_distill"}, "a teacher's log-probs"),
+        ({"algorithm_type": "jsd"}, "a teacher's log-probs"),
+        ({"algorithm_type": "gigpo"}, "states of the environment"),
+        ({"algorithm_type": "dpo"}, "preferences, from a file"),
+        ({"algorithm_type": "kto"}, "preferences, from a file"),
+        ({"algorithm_type": "ppo"}, "a critic's values"),
+        ({"advantage_fn": "remax"}, "the reward of a greedy rollout"),
+        ({"policy_loss_fn": "dpo"}, "preferences, from a file"),
+    ],
+)
+def test_what_waits_for_a_source_says_so_at_load(
+    algorithm: dict[str, Any], source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"waits for {source}.*choose one of asymre"):
+        planned(tmp_path, {"algorithm": algorithm})
+
+
+def test_continued_pre_training_takes_whole_texts(tmp_path: Path) -> None:
+    rows = {"storage_type": "file", "path": "texts.jsonl", "format": {"prompt_key": "text"}}
+    changes = {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "cpt"},
+        "buffer": {"train_batch_size": 4, "trainer_input": {"experience_buffer": rows}},
+    }
+    trainer = planned(tmp_path, changes).stage(None).trainer
+    assert trainer and trainer.sft and trainer.sft.whole_text
+    assert trainer.sft.prompt_key == "text"
 
 
 def test_dataset_path_is_an_alias_of_the_tasksets_path(tmp_path: Path) -> None:

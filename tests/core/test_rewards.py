@@ -9,7 +9,13 @@ from fractions import Fraction
 
 import pytest
 
-from streamrft.producers.rewards import REWARDS, RewardFailed, RolloutView, score
+from streamrft.producers.rewards import (
+    REWARDS,
+    MathDapoReward,
+    RewardFailed,
+    RolloutView,
+    score,
+)
 from streamrft.producers.rewards.answers import final_answer, plain_number
 from streamrft.producers.rewards.reward import score_all
 from streamrft.producers.rewards.verifier import VERIFIER, MathVerifier
@@ -226,3 +232,21 @@ def test_a_reward_that_exits_costs_one_rollout():
 
     (found,) = score_all(leave, [RolloutView("q", "r")], raise_timeout=False)
     assert isinstance(found, RewardFailed) and "raised SystemExit: 3" in str(found)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, penalty", [(80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5), (101, -0.5)]
+)
+def test_dapo_makes_answers_dear_towards_the_limit(num_tokens: int, penalty: float):
+    """Limit 100 tokens, the last 20 of them penalised, at most 0.5."""
+    reward = MathDapoReward(
+        enable_overlong_penalty=True, penalty_factor=0.5, max_response_length=100, cache_length=20
+    )
+    view = RolloutView("2+2?", "\\boxed{4}", truth="4", num_tokens=num_tokens)
+    assert reward(view) == {"accuracy": 1.0, "format_score": pytest.approx(penalty)}
+    assert MathDapoReward()(view) == {"accuracy": 1.0, "format_score": 0.0}
+
+
+def test_dapos_penalty_needs_both_lengths():
+    with pytest.raises(ValueError, match="max_response_length 100 and cache_length None"):
+        MathDapoReward(enable_overlong_penalty=True, max_response_length=100)

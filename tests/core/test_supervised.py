@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,24 @@ def test_a_row_brings_its_own_system_prompt_before_text_and_messages(tokenizer: 
         (example,) = examples_from_rows([row | {"rules": "Be kind."}], tokenizer, source)
         whole, trained = texts(example, tokenizer)
         assert whole.startswith("<|system|>Be kind.<|end|>") and "Be kind" not in trained
+
+
+TEXTS = replace(SOURCE, prompt_key="text", whole_text=True)
+
+
+def test_continued_pre_training_trains_every_token_of_a_text(tokenizer: Any):
+    """All but the first, which nothing predicts; the end-of-sequence token too."""
+    (example,) = examples_from_rows([{"text": "2+2=4"}], tokenizer, TEXTS)
+    assert texts(example, tokenizer)[1] == "2+2=4" + tokenizer.eos_token
+    assert example.num_trained_tokens == len("2+2=4")
+
+
+def test_continued_pre_training_reads_conversations_too(tokenizer: Any):
+    (example,) = examples_from_rows([TURNS], tokenizer, TEXTS)
+    whole, trained = texts(example, tokenizer)
+    assert whole == trained and whole.startswith("<|user|>hi")
+
+
+def test_a_row_without_text_names_the_key_that_is_missing(tokenizer: Any):
+    with pytest.raises(ConfigError, match="rows.jsonl row 3: 'text' holds no text; it has answer"):
+        examples_from_rows([ROW], tokenizer, TEXTS, first_row=3)
