@@ -25,7 +25,7 @@ from .plan import Run, Stage, plan
 if TYPE_CHECKING:
     import faust
 
-    from ..streams.worker import MakeShell
+    from ..streams.shell import MakeShell
 
 logger = logging.getLogger("streamrft")
 
@@ -109,8 +109,9 @@ def hosted_join() -> faust.App:
         ConfigError: STREAMRFT_CONFIG is not set, or its log is not Kafka.
     """
     from ..streams.faust_app import hosted
+    from ..streams.feeds import feed_type
     from ..streams.kafka.options import Options
-    from ..streams.worker import GROUP, source_topics
+    from ..streams.shell import GROUP
 
     path = os.environ.get("STREAMRFT_CONFIG")
     if not path:
@@ -123,7 +124,7 @@ def hosted_join() -> faust.App:
     return hosted(
         Options.of(run.log_url, run.limits),
         f"{stage.topics.namespace}.{GROUP}",
-        [stage.topics.name(topic) for topic in source_topics(stage.streams)],
+        [stage.topics.name(topic) for topic in feed_type(stage.streams).topics],
         join.work,
         join.stop,
     )

@@ -20,7 +20,7 @@ def run_command(args: argparse.Namespace) -> int:
             print(f"warning: {warning}", file=sys.stderr)
         print(resolved_text(run), end="")
         return 0
-    from ..streams.worker import check_shell
+    from ..streams.shell import check_shell
     from .supervisor import supervise
     from .views.display import screen_for
 

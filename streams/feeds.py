@@ -17,6 +17,7 @@ from ..schemas.events import Clock, Reward, Trajectory
 from ..schemas.topics import Topics
 from .join_partition import PartitionJoin
 from .log import Consumer, Log, Partition, Record
+from .settings import StreamSettings
 
 CLOCK_INTERVAL_MS = 1_000
 SETTLE_S = 2.0
@@ -195,6 +196,11 @@ class HistoryFeed:
             return False
         unit.close_all()
         return True
+
+
+def feed_type(settings: StreamSettings) -> type[LiveFeed | HistoryFeed]:
+    """What drives a partition; its `topics` are what a worker reads, by catalogue name."""
+    return LiveFeed if settings.time == "wall" else HistoryFeed
 
 
 def _time_of(record: Record) -> int:

@@ -4,29 +4,28 @@ Everything that a batch decides (experiences, drops, dead letters, clock events,
 the state of the groups it touched, counters and positions) becomes visible together or not at
 all, so a worker killed anywhere goes on exactly once. The layout of the state topic, which
 `status` reads, is described in `outbox`. How records come and what fences a successor is the
-business of a shell: the native one, on the log port alone, is here; `faust` has the other.
+business of a `shell`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
-from ..schemas.errors import Fenced, MissingExtra, StreamrftError
+from ..schemas.errors import Fenced, StreamrftError
 from ..schemas.events import now_ms
 from . import faults
-from .feeds import Feed, HistoryFeed, LiveFeed
+from .feeds import Feed, feed_type
 from .join_partition import PartitionJoin
-from .log import Consumer, Partition, Record
-from .outbox import Outbox, read_state
+from .log import Partition, Record
+from .outbox import read_state
 from .pipeline import Pipeline
 from .process import Process
 from .settings import StreamSettings
+from .shell import Batch, MakeShell, Shell, may_pass, shell_for
 
 T = TypeVar("T")
 logger = logging.getLogger("streamrft")
@@ -35,47 +34,6 @@ POLL_MS, POLL_WITH_DEADLINES_MS = 500, 100
 FIRST_BACKOFF_S, FENCED_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 1.0, 5.0
 METRICS_INTERVAL_S = 1.0
 BREATH_S = 0.3
-GROUP = "join"
-
-
-class Batch(NamedTuple):
-    """What one partition wrote, and the next offsets that it stands at with that."""
-
-    outbox: Outbox
-    positions: dict[Partition, int]
-
-
-class Shell(Protocol):
-    """Where records come from, and how a batch becomes durable. Of the worker's thread."""
-
-    @property
-    def consumer(self) -> Consumer:
-        """The worker's place in the group."""
-        ...
-
-    def claim(self, partition: int) -> None:
-        """Called before a partition's state is read: no earlier owner can write it any more."""
-        ...
-
-    def commit(self, batches: Mapping[int, Batch]) -> dict[int, StreamrftError]:
-        """Make batches durable, each with its positions; the error of each that is not."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """What is seen of the shell itself."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group at once."""
-        ...
-
-
-MakeShell = Callable[[Process], Shell]
-
-
-def source_topics(settings: StreamSettings) -> tuple[str, ...]:
-    """What is read, by catalogue name."""
-    return (LiveFeed if settings.time == "wall" else HistoryFeed).topics
 
 
 def run_join(
@@ -89,67 +47,11 @@ def run_join(
         ConfigError: an unknown filter or priority.
         StreamrftError: one that no retry can mend, such as a position lost to retention.
     """
-    shell = make_shell(process) if make_shell is not None else _shell(process, settings)
+    shell = make_shell(process) if make_shell is not None else shell_for(process, settings)
     try:
         JoinWorker(process, settings, shell).run()
     finally:
         shell.close()
-
-
-def check_shell(settings: StreamSettings) -> None:
-    """Raise MissingExtra when the shell's library is not installed here."""
-    if settings.engine != "faust" or "faust" in sys.modules:
-        return  # an imported one, which has no spec
-    if find_spec("faust") is None:
-        advice = " for Kafka's join workers, or set streams.engine: native"
-        raise MissingExtra("faust-streaming", "faust", advice)
-
-
-def _shell(process: Process, settings: StreamSettings) -> Shell:
-    if settings.engine == "native":
-        return NativeShell(process)
-    check_shell(settings)
-    from .faust.shell import FaustShell
-
-    return FaustShell(process)
-
-
-class NativeShell:
-    """The log port alone: outputs, state and the group's positions in one transaction."""
-
-    def __init__(self, process: Process) -> None:
-        log = process.log
-        group = f"{process.topics.namespace}.{GROUP}"
-        self.consumer: Consumer = log.consumer(group=group, member=process.name)
-        self._producer = log.producer()
-
-    def claim(self, partition: int) -> None:
-        """See `Shell.claim`. The group's generation fences, when positions are committed."""
-
-    def commit(self, batches: Mapping[int, Batch]) -> dict[int, StreamrftError]:
-        """See `Shell.commit`. All batches in one transaction."""
-        positions: dict[Partition, int] = {}
-        try:
-            with self._producer.transaction():
-                for batch in batches.values():
-                    batch.outbox.send_all(self._producer)
-                    positions |= batch.positions
-                faults.reach("join.before_commit")
-                self._producer.send_positions(self.consumer, positions)
-        except StreamrftError as error:
-            if not (error.retriable or isinstance(error, Fenced)):
-                raise
-            return dict.fromkeys(batches, error)
-        return {}
-
-    def metrics(self) -> Mapping[str, float]:
-        """See `Shell.metrics`."""
-        return {}
-
-    def close(self) -> None:
-        """See `Shell.close`."""
-        self.consumer.close()
-        self._producer.close()
 
 
 class _Held:
@@ -176,7 +78,7 @@ class JoinWorker:
         self._process, self._settings, self._shell = process, settings, shell
         self._log, self._topics = process.log, process.topics
         self._pipeline = Pipeline(settings)
-        self._feed_type = LiveFeed if settings.time == "wall" else HistoryFeed
+        self._feed_type = feed_type(settings)
         self._consumer = shell.consumer
         self._units: dict[int, tuple[PartitionJoin, Feed]] = {}
         self._held: dict[int, _Held] = {}
@@ -186,13 +88,13 @@ class JoinWorker:
 
     def run(self) -> None:
         """Work until the process is stopping."""
-        sources = [self._topics.name(topic) for topic in source_topics(self._settings)]
+        sources = [self._topics.name(topic) for topic in self._feed_type.topics]
         self._consumer.subscribe(sources, on_revoke=self._on_revoke)
         while not self._process.is_stopping:
             try:
                 records = self._consumer.poll(self._settings.batch_records, self._poll_ms())
             except StreamrftError as error:
-                if not (error.retriable or isinstance(error, Fenced)):
+                if not may_pass(error):
                     raise
                 logger.warning("%s: batch given up: %s", self._process.name, error)
                 self._rewind(self._assigned())
@@ -220,7 +122,7 @@ class JoinWorker:
             try:
                 batch = self._work(partition, by_partition[partition], now)
             except StreamrftError as error:
-                if not (error.retriable or isinstance(error, Fenced)):
+                if not may_pass(error):
                     raise
                 self._hold(partition, error)
                 continue

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ...schemas.errors import ConfigError, Fenced, StreamrftError
+from ...schemas.errors import ConfigError, StreamrftError
 from .. import faults
 from ..kafka.log import KafkaLog
 from ..kafka.producer import KafkaProducer
 from ..log import Partition
 from ..process import Process
-from ..worker import GROUP, Batch
+from ..shell import GROUP, Batch, may_pass
 from .app import build
 from .consumer import FaustConsumer
 from .exchange import Exchange
@@ -72,7 +72,7 @@ class FaustShell:
                     batch.outbox.send_all(producer)
                     faults.reach("join.before_commit")
             except StreamrftError as error:
-                if not (error.retriable or isinstance(error, Fenced)):
+                if not may_pass(error):
                     raise
                 failed[partition] = error
             else:

@@ -116,7 +116,7 @@ def test_faust_on_the_embedded_log_is_refused_with_what_to_do(tmp_path, capsys):
 
 
 def test_a_missing_library_is_said_before_anything_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("streamrft.streams.worker.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrft.streams.shell.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "faust", raising=False)
     cli = new_cli(tmp_path, capsys)
     cli.change(event_log={"url": "kafka://localhost:1"})
