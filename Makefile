@@ -34,7 +34,7 @@ check: .venv/dev
 	$(BIN)/pyright
 
 faults: .venv/dev
-	$(BIN)/python -m pytest tests/faults tests/e2e -m slow --timeout 1800 --ignore-glob '*_chaos.py'
+	$(BIN)/python -m pytest tests/contract tests/faults tests/e2e -m slow --timeout 1800 --ignore-glob '*_chaos.py'
 
 # five seeds of join workers that come, go and die, with and without a broker that does; needs KAFKA_HOME
 chaos: .venv/dev

@@ -23,6 +23,14 @@ ADAPTERS_OF = {
     "test_worker_poison": ("sqlite", "kafka", "kafka-faust"),
 }
 
+# what Faust's shell does by itself; the operators are the same, so the rest runs with `make faults`
+OF_FAUST = (
+    "test_a_restarted_worker_goes_on_with_open_groups",
+    "test_a_reward_on_another_partition_is_sent_on",
+    "test_deadlines_fire_on_idle_topics_at_recorded_clock_events",
+    "test_a_run_over_recorded_clocks_closes_what_was_closed_live",
+)
+
 
 @dataclass
 class Place:
@@ -68,7 +76,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         module = metafunc.module.__name__.rpartition(".")[2]
         adapters = ADAPTERS_OF.get(module, ADAPTERS)
-        metafunc.parametrize("place", adapters, indirect=True)
+        is_quick = module == "test_worker_poison" or metafunc.function.__name__ in OF_FAUST
+        marks = {"kafka-faust": () if is_quick else (pytest.mark.slow,)}
+        params = [pytest.param(a, marks=marks.get(a, ())) for a in adapters]
+        metafunc.parametrize("place", params, indirect=True)
 
 
 @pytest.fixture
