@@ -17,7 +17,7 @@ class OperatorSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Join, filters and priority of one run. `engine`: the shell, see `worker`."""
+    """Join, filters and priority of one run. `engine`: see `shell`."""
 
     engine: Literal["native", "faust"] = "native"
     on_deadline: Literal["partial", "default", "drop"] = "partial"
@@ -30,6 +30,6 @@ class StreamSettings:
     max_skew_ms: int = 60_000
     filters: tuple[OperatorSettings, ...] = ()
     priority: OperatorSettings | None = None
-    batch_records: int = 500
+    batch_records: int = 1_000
     cache_bytes: int = 256 * 2**20
     max_event_bytes: int = 8 * 2**20
