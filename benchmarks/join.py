@@ -183,7 +183,7 @@ def main() -> None:
         kind, servers, namespace, num = args.worker
         run_worker(kind, servers, Topics(namespace, NUM_PARTITIONS), int(num))
         return
-    num, repeats = (8_000, 1) if args.quick else (20_000, 3)
+    num, repeats = (5_000, 1) if args.quick else (20_000, 3)
     with kafka() as servers:
         bench = Bench(servers, num)
         found = measure(bench, repeats, set(filter(None, args.only.split(","))))

@@ -21,7 +21,8 @@ from streamrft.streams.settings import StreamSettings
 from .feed import raw_consumer, raw_producer
 from .passes import cpu_s
 
-BATCH, COMMIT_S, WAIT_S = 500, 2.8, 0.5
+BATCH = StreamSettings().batch_records
+COMMIT_S, WAIT_S = 2.8, 0.5
 
 
 def work_raw(
