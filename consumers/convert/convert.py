@@ -74,6 +74,8 @@ def convert(request: Request) -> Iterator[Outcome]:
     """
     for found in find(request.path, steps=request.steps, with_critic=request.with_critic):
         try:
+            if not found.folder.is_dir():
+                raise ConvertFailed(f"{found.folder}: is not there; this step has no critic.")
             with held(found.folder):
                 yield _one(found, request)
         except ConvertFailed as error:

@@ -2,7 +2,7 @@
 
 Read without torch's own reader: it unpickles `.metadata`, and so runs what somebody put in there.
 
-Source: torch/distributed/checkpoint/{filesystem,metadata}.py of torch 2.6 to 2.13.
+Source: torch/distributed/checkpoint/{filesystem,metadata}.py of torch 2.13.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def read_index(folder: Path) -> dict[str, Stored]:
                 stored[key] = Stored(tuple(entry.size), dtype, chunks)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConvertFailed(
-            f"{path}: is no metadata of torch.distributed.checkpoint as torch 2.6 and newer "
-            f"write it ({error!r}). Save the checkpoint again with such a version."
+            f"{path}: is no metadata of torch.distributed.checkpoint of a kind that is known "
+            f"({error!r}). Save the checkpoint again with torch 2.13."
         ) from error
     return stored
 

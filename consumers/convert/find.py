@@ -31,7 +31,7 @@ def find(path: Path, *, steps: Sequence[int] = (), with_critic: bool = False) ->
     """Every model that `path` asks for, by step.
 
     Raises:
-        ConvertFailed: no such path, nothing under it, a step that is not there, or no critic.
+        ConvertFailed: no such path, nothing under it, or a step that is not there.
     """
     start = Path(os.path.abspath(path))
     if not start.exists():
@@ -88,9 +88,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 def _part(step_folder: Path, role: str) -> Found:
     folder = step_folder / role
-    if not folder.is_dir():
-        if role == "critic":
-            raise ConvertFailed(f"{folder}: is not there; this step has no critic. Omit --critic.")
+    if role == "actor" and not folder.is_dir():
         folder = step_folder
     return Found(role, folder, step_folder)
 

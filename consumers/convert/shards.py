@@ -179,8 +179,8 @@ def _checked_box(value: ShardedTensor, rank: int, where: str) -> Box:
         return _box(value, rank, where)
     except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConvertFailed(
-            f"{where}: is no DTensor as torch 2.4 to 2.13 saves it ({error!r}). Save it again with "
-            "such a version."
+            f"{where}: is no DTensor of a kind that is known ({error!r}). Save it as a DCP "
+            "folder, or again with torch 2.13."
         ) from error
 
 

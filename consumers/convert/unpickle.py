@@ -8,7 +8,7 @@ no process group, device mesh or version of torch that made a file is needed to 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -19,20 +19,20 @@ from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_g
 
 from .errors import ConvertFailed
 
-_PLACEMENTS = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 _INERT = (
     "torch.distributed.device_mesh.DeviceMesh",
     "torch.distributed._mesh_layout._MeshLayout",
     "torch.distributed._mesh_layout._FlatLayout",
-    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-    "torch.distributed.tensor._dtensor_spec.TensorMeta",
-    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
-    "torch.distributed._tensor._dtensor_spec.DTensorSpec",
-    "torch.distributed._tensor._dtensor_spec.TensorMeta",
-    "torch.distributed._tensor.placement_types.DTensorSpec",
-    "torch.distributed._tensor.placement_types.TensorMeta",
-    *(f"torch.distributed.tensor.placement_types.{p}" for p in _PLACEMENTS),
-    *(f"torch.distributed._tensor.placement_types.{p}" for p in _PLACEMENTS),
+    *(
+        f"torch.distributed.{module}.{name}"
+        for module in ("tensor._dtensor_spec", "_tensor._dtensor_spec")
+        for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+    ),
+    *(
+        f"torch.distributed.{module}.placement_types.{name}"
+        for module in ("tensor", "_tensor")
+        for name in ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
+    ),
 )
 _DTENSOR = (
     "torch.distributed.tensor.DTensor",
@@ -40,6 +40,11 @@ _DTENSOR = (
     "torch.distributed._tensor.DTensor",
     "torch.distributed._tensor.api.DTensor",
 )
+_TENSOR_PARTS = (
+    "torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.device_mesh.",
+    "torch.distributed._mesh_layout.", "torch.distributed._pycute.",
+)  # fmt: skip
+_READING = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
 # inert as well; Megatron-core keeps the plans of its saves in there too
 _METADATA = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _PLAIN: dict[str, Any] = {
@@ -62,10 +67,13 @@ class Inert:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
+        # classes with slots hand over their __dict__ and their slots
+        is_pair = isinstance(state, tuple) and len(state) == 2
+        for part in state if is_pair else (state,):
+            if isinstance(part, dict):
+                self.__dict__.update(part)
+            elif part is not None:
+                self.state = part
 
     @property
     def kind(self) -> str:
@@ -92,19 +100,13 @@ def _stand_in(path: str) -> type[Inert]:
     return type(path.rpartition(".")[2], (Inert,), {})
 
 
-@cache
-def _allowed() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """What torch's reader takes beyond its own list."""
-    inert = [(_stand_in(path), path) for path in _INERT]
-    return [*inert, *((ShardedTensor, path) for path in _DTENSOR)]
-
-
 @contextmanager
-def _only_ours() -> Iterator[None]:
+def _only_ours(inert: frozenset[str]) -> Iterator[None]:
     """Lay aside what libraries allowed torch's reader, such as the real DTensor, for this call."""
     theirs = get_safe_globals()
+    ours: list[Any] = [(_stand_in(path), path) for path in inert]
     clear_safe_globals()
-    add_safe_globals(_allowed())
+    add_safe_globals([*ours, *((ShardedTensor, path) for path in _DTENSOR)])
     try:
         yield
     finally:
@@ -122,14 +124,26 @@ def load_tensors(path: Path, content: IO[bytes] | None = None) -> Any:
     Raises:
         ConvertFailed: missing, cut, unreadable, or a pickle that names anything but tensors.
     """
-    source: Any = path if content is None else content
-    try:
-        with _only_ours():
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
-    except pickle.UnpicklingError as error:
-        raise ConvertFailed(_refusal(path, str(error))) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConvertFailed(_broken(path, error)) from error
+    known = set(_INERT)
+    while True:
+        try:
+            return _load(path if content is None else content, frozenset(known))
+        except pickle.UnpicklingError as error:
+            asked = _asked(error)
+            if not asked.startswith(_TENSOR_PARTS) or asked in known:
+                raise ConvertFailed(_refusal(path, asked, error)) from error
+            # a class that another version of torch keeps beside its sharded tensors
+            known.add(asked)
+            if content is not None:
+                content.seek(0)
+        except _READING as error:
+            raise ConvertFailed(_broken(path, error)) from error
+
+
+def _load(source: Any, inert: frozenset[str]) -> Any:
+    with _only_ours(inert):
+        is_mapped = isinstance(source, Path)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 class _MetadataReader(pickle.Unpickler):
@@ -158,21 +172,29 @@ def load_metadata(path: Path) -> Any:
         with path.open("rb") as file:
             return _MetadataReader(file).load()
     except pickle.UnpicklingError as error:
-        if "GLOBAL" not in str(error):
-            raise ConvertFailed(_broken(path, error)) from error
-        raise ConvertFailed(_refusal(path, str(error))) from error
+        raise ConvertFailed(_refusal(path, _asked(error), error)) from error
     except Exception as error:  # a broken pickle raises whatever its bytes lead to
         raise ConvertFailed(_broken(path, error)) from error
 
 
-def _refusal(path: Path, reason: str) -> str:
+def _asked(error: pickle.UnpicklingError) -> str:
+    """The name that a pickle was not given; empty when that was not the matter."""
+    _, found, rest = str(error).partition("GLOBAL ")
+    return rest.split()[0] if found else ""
+
+
+def _refusal(path: Path, asked: str, error: pickle.UnpicklingError) -> str:
     """Torch's own words, without its advice to trust the file."""
-    _, found, rest = reason.partition("GLOBAL ")
-    if not found:
-        return _broken(path, reason)
+    if not asked:
+        return _broken(path, error)
+    if asked.startswith("torch.distributed._shard."):
+        return (
+            f"{path}: holds FSDP's old ShardedTensor; DTensor and plain tensors are allowed. Save "
+            "with a device mesh (FSDP2), or as a DCP folder."
+        )
     return (
-        f"{path}: its pickle asks for {rest.split()[0]}, which is no part of a tensor; nothing of "
-        "it was run. Do not load this file elsewhere, and fetch it again from where it was saved."
+        f"{path}: its pickle asks for {asked}, which is no part of a tensor; nothing of it was "
+        "run. Do not load this file elsewhere, and fetch it again from where it was saved."
     )
 
 

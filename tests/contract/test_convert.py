@@ -86,6 +86,15 @@ def test_the_converted_folder_has_the_logits_of_the_model(
         assert not list(hf(folder, step).parent.glob("huggingface.*"))
 
 
+@pytest.mark.parametrize("mesh", ["hsdp", "tp"])
+def test_shards_of_a_mesh_of_two_dimensions_are_put_together(
+    saves: Path, tmp_path: Path, mesh: str
+) -> None:
+    folder = Path(shutil.copytree(saves / "tied-float32" / mesh, tmp_path / "job"))
+    assert convert(folder) == 0
+    assert torch.equal(logits(hf(folder)), logits(saves / "tied-float32" / "base"))
+
+
 # --- what is asked for
 
 
@@ -119,8 +128,10 @@ def test_a_step_that_is_not_there_ends_with_1(
 def test_a_critic_that_was_asked_for_and_is_not_there_ends_with_1(
     job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert(job(), "--critic") == 1
-    assert "this step has no critic" in capsys.readouterr().err
+    folder = job()
+    assert convert(folder, "-s", 1, "--critic") == 1
+    assert "global_step_1/critic: is not there; this step has no critic" in capsys.readouterr().err
+    assert (hf(folder) / "model.safetensors").exists()
 
 
 def test_the_second_conversion_opens_no_weights(

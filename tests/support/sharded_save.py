@@ -2,6 +2,7 @@
 
 One process imports torch once; the ranks are its forks, so that a save of three ranks is quick.
 `FOLDER/<head>-<dtype>/base` is the model, `.../w<W>/global_step_1` its shards, `..._2` its DCP.
+`FOLDER/tied-float32/{hsdp,tp}/global_step_1` are shards of four ranks in a mesh of 2 x 2.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HEADS, DTYPES, WORLD_SIZES = ("tied", "untied"), ("float32", "bfloat16"), (1, 2, 3)
@@ -52,15 +58,35 @@ def save_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def save_mesh_rank(rank: int, folder: Path) -> None:
+    """One of four ranks: two copies of two shards, and tensor parallelism within two shards."""
+    store = dist.FileStore(str(folder / "store-mesh"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    for kind, names in (("hsdp", ("ddp", "fsdp")), ("tp", ("fsdp", "tp"))):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        model: Any = make_model("tied", "float32")
+        for layer in model.model.layers:
+            if kind == "tp":
+                plan = {"gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+                parallelize_module(layer.mlp, mesh["tp"], plan)
+            fully_shard(layer, mesh=mesh if kind == "hsdp" else mesh["fsdp"])
+        fully_shard(model, mesh=mesh if kind == "hsdp" else mesh["fsdp"])
+        shards = folder / "tied-float32" / kind / "global_step_1" / "actor"
+        torch.save(model.state_dict(), shards / f"model_world_size_4_rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
 def main(folder: Path) -> None:
     for head in HEADS:
         for dtype in DTYPES:
             base = folder / f"{head}-{dtype}" / "base"
             make_model(head, dtype).save_pretrained(base)
-            for path in (f"w{w}/global_step_{n}/actor" for w in WORLD_SIZES for n in (1, 2)):
+            jobs = [f"w{w}/global_step_{n}" for w in WORLD_SIZES for n in (1, 2)]
+            for path in (f"{j}/actor" for j in (*jobs, "hsdp/global_step_1", "tp/global_step_1")):
                 hf = base.parent / path / "huggingface"
                 hf.mkdir(parents=True)
                 (hf / "config.json").write_bytes((base / "config.json").read_bytes())
+    mp.start_processes(save_mesh_rank, (folder,), nprocs=4, start_method="fork")
     for world_size in WORLD_SIZES:
         mp.start_processes(save_rank, (world_size, folder), nprocs=world_size, start_method="fork")
 
