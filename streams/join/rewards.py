@@ -36,12 +36,12 @@ class RewardBook:
                 trajectory_id = f"{group.group_id}:{slot}:{group.holders[slot]}"
                 group.after.append(Early(trajectory_id, source, 0, standing))
             return
-        group.time_ms = max(group.time_ms, standing.time_ms)
         held = member.standing(source)
         if held is not None and standing.revision <= held.revision:
             repeats = standing.revision == held.revision
             self.counts["duplicate" if repeats else "superseded"] += 1
             return
+        group.time_ms = max(group.time_ms, standing.time_ms)
         member.stand(source, standing)
         group.num_waiting -= held is None and member.num_missing == 0
         self.counts["superseded" if held is not None and held.event_id else "applied"] += 1

@@ -159,6 +159,16 @@ class Life:
                 standing[r.source] = (r.revision, r.value)
         return {source: value for source, (_, value) in standing.items()}
 
+    def _stood(self, holder: tuple[int, ev.Trajectory], upto: float) -> list[ev.Reward]:
+        """Rewards that stood for a while: each was the first, or of a higher revision."""
+        highest = {score.source: 0 for score in holder[1].scores}
+        stood: list[ev.Reward] = []
+        for _, r in self._counting(holder, upto):
+            if r.revision > highest.get(r.source, -1):
+                highest[r.source] = r.revision
+                stood.append(r)
+        return stood
+
     def _standing_ids(self) -> set[str]:
         """Event ids of the rewards that stood at the close."""
         ids: dict[tuple[str, str], tuple[int, str]] = {}
@@ -209,7 +219,7 @@ class Life:
         """First tick a horizon behind everything that came for the group until then."""
         counted = [self.script.time_at(int(self.close))] if self.close < math.inf else []
         for holder in self.holders.values():
-            counted += [r.produced_at or 0 for _, r in self._counting(holder, self.close)]
+            counted += [r.produced_at or 0 for r in self._stood(holder, self.close)]
         for index, time_ms in self.script.ticks:
             came = [t.produced_at for i, t in self.trajectories if i < index]
             if (
