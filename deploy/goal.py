@@ -13,7 +13,7 @@ from ..schemas.errors import ConfigError
 from ..streams.lineage import Lineage, surviving_lineage
 from ..streams.log import Log, Partition
 from ..streams.outbox import read_state
-from ..streams.reading import begins, read_events, read_to_end
+from ..streams.reading import begins, committed, read_events, read_to_end
 from .plan import Stage
 
 S = TypeVar("S", ev.Cut, ev.TrainStep, ev.Checkpoint)
@@ -112,19 +112,12 @@ def _judge_exploring(log: Log, stage: Stage) -> Verdict:
     ended = [e for e in read_events(log, stage.topics, "tasks") if isinstance(e, ev.Ended)]
     if not ended:
         return Verdict("not all tasks are published (no Ended on the log)")
-    if _has_unread(log, _committed(log, tasks, f"{stage.namespace}.explorers")):
+    starts = begins(log, tasks)
+    if _has_unread(log, starts | committed(log, f"{stage.namespace}.explorers", starts)):
         return Verdict(f"records of {tasks} are not read by the explorers")
     if _has_unread(log, begins(log, trajectories) | _joined(log, stage)):
         return Verdict(f"records of {trajectories} are not read by the join")
     return Verdict()
-
-
-def _committed(log: Log, topic: str, group: str) -> dict[Partition, int]:
-    consumer = log.consumer(group=group)
-    starts = begins(log, topic)
-    starts |= consumer.committed(starts)
-    consumer.close()
-    return starts
 
 
 def _joined(log: Log, stage: Stage) -> dict[Partition, int]:
@@ -146,12 +139,9 @@ def _has_unread(log: Log, starts: Mapping[Partition, int]) -> bool:
 
 def lag(log: Log, topic: str, group: str) -> int:
     """Offsets between a group's committed positions and the ends, holes included."""
-    info = log.describe([topic])[topic]
-    places = [Partition(topic, p) for p in info.end]
-    consumer = log.consumer(group=group)
-    committed = consumer.committed(places)
-    consumer.close()
-    return sum(info.end[p.partition] - committed.get(p, info.begin[p.partition]) for p in places)
+    starts = begins(log, topic)
+    at = starts | committed(log, group, starts)
+    return sum(end - at[place] for place, end in log.end_offsets(starts).items())
 
 
 def _of(lineage: Lineage, events: Iterable[ev.Event], kind: type[S]) -> list[S]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from typing import TypeVar
 
 from ..schemas import codec
@@ -25,6 +26,12 @@ def begins(log: Log, *topics: str) -> dict[Partition, int]:
         for name, found in log.describe(topics).items()
         for partition, offset in found.begin.items()
     }
+
+
+def committed(log: Log, group: str, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    """Next offsets that a group stored; without those of partitions where it stored none."""
+    with closing(log.consumer(group=group)) as outsider:
+        return outsider.committed(partitions)
 
 
 def drain(
@@ -58,12 +65,9 @@ def drain(
 
 def read_to_end(log: Log, starts: Mapping[Partition, int]) -> Iterator[Record]:
     """Records of partitions from these offsets to their present ends. Raises as `drain`."""
-    consumer = log.consumer()
-    consumer.assign(starts)
-    try:
+    with closing(log.consumer()) as consumer:
+        consumer.assign(starts)
         yield from drain(log, consumer)
-    finally:
-        consumer.close()
 
 
 def read_events(log: Log, topics: Topics, topic: str) -> Iterator[Event]:

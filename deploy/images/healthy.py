@@ -9,33 +9,27 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Iterable
+from contextlib import closing
 
-from ...schemas import codec
 from ...schemas.errors import StreamrftError
-from ...schemas.events import Event, Heartbeat, now_ms
+from ...schemas.events import Heartbeat, now_ms
 from ...streams.log import Log, Partition
-from ...streams.reading import read_to_end
+from ...streams.reading import event_in, read_to_end
 from ..plan import Stage, plan
 
 MAX_AGE_S = 60.0
 
 
-def newest_beat(events: Iterable[Event], host: str) -> Heartbeat | None:
-    """The last heartbeat that a process of `host` wrote."""
-    beats = [e for e in events if isinstance(e, Heartbeat) and e.host == host]
-    return max(beats, key=lambda beat: beat.produced_at, default=None)
-
-
 def complaint(log: Log, stage: Stage, host: str) -> str:
     """What is wrong with the process of `host`; empty when nothing is."""
-    topic = Partition(stage.topics.name("heartbeats"), 0)
-    since_ms = now_ms() - int(MAX_AGE_S * 1000)
-    records = read_to_end(log, log.offsets_at([topic], since_ms))
-    beat = newest_beat((codec.decode(r.value or b"", Heartbeat) for r in records), host)
-    if beat is None:
-        return f"no heartbeat of {host} on {topic.topic} within {MAX_AGE_S:g} s"
-    return f"{beat.process} ended" if beat.state == "ended" else ""
+    place = Partition(stage.topics.name("heartbeats"), 0)
+    since = log.offsets_at([place], now_ms() - int(MAX_AGE_S * 1000))
+    beats = (event_in(record, Heartbeat) for record in read_to_end(log, since))
+    own = [beat for beat in beats if beat is not None and beat.host == host]
+    if not own:
+        return f"no heartbeat of {host} on {place.topic} within {MAX_AGE_S:g} s"
+    last = max(own, key=lambda beat: beat.produced_at)
+    return f"{last.process} ended" if last.state == "ended" else ""
 
 
 def main() -> int:
@@ -46,11 +40,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         run = plan(arguments.config)
-        stage, log = run.stage(arguments.stage), run.open_log()
-        try:
+        stage = run.stage(arguments.stage)
+        with closing(run.open_log()) as log:
             found = complaint(log, stage, socket.gethostname())
-        finally:
-            log.close()
     except StreamrftError as error:
         found = str(error)
     if found:

@@ -21,7 +21,7 @@ from ...streams.join.state import LIVE, decode_group
 from ...streams.lineage import surviving_lineage
 from ...streams.log import Log, Partition, Record
 from ...streams.outbox import read_state
-from ...streams.reading import begins, drain, event_in, read_events, read_to_end
+from ...streams.reading import begins, committed, drain, event_in, read_events, read_to_end
 from ..plan import Stage
 from .ledger import Balance, Books, Ledger
 
@@ -69,7 +69,7 @@ class Counting:
         trajectories = self._topics.name("trajectories")
         info = self._log.describe([trajectories])[trajectories]
         forked = len(self.lineage.segments) > 1
-        finished = {} if forked else self._committed("experiences", "trainer")
+        finished = {} if forked else self._finished()
         joined, in_state, rewards = self._join_state()
         self._read("dead_letters", self._on_dead_letter)
         self._read("experiences", self._on_experience)
@@ -82,13 +82,12 @@ class Counting:
         self._save()
         return self._ledger.balance(joined, in_state, info.begin, rewards, finished)
 
-    def _committed(self, topic: str, group: str) -> dict[int, int]:
-        name = self._topics.name(topic)
+    def _finished(self) -> dict[int, int]:
+        """Offsets of `experiences` below which all have their end, as the trainer committed."""
+        name = self._topics.name("experiences")
         places = [Partition(name, p) for p in range(self._topics.num_partitions)]
-        consumer = self._log.consumer(group=f"{self._topics.namespace}.{group}")
-        committed = consumer.committed(places)
-        consumer.close()
-        return {p.partition: committed.get(p, 0) for p in places}
+        found = committed(self._log, f"{self._topics.namespace}.trainer", places)
+        return {p.partition: found.get(p, 0) for p in places}
 
     def _join_state(self) -> tuple[dict[int, int], set[str], dict[str, int]]:
         """The join's next offsets of `trajectories`, ids it holds without an end, and rewards."""

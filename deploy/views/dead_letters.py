@@ -26,8 +26,8 @@ from ..config.read import duration_ms
 from ..dead_letters import DeadLetters, Letter, Selection
 from .place import Place, catalogue_name, opened
 
-_FIRST_BYTES, _SHOWN_CHARS, _FIELD_CHARS, _ROW_BYTES = 200, 90, 400, 16
-_PRINTABLE = re.compile(rb"[^ -~]")
+_SHOWN_CHARS, _FIELD_CHARS, _ROW_BYTES = 90, 400, 16
+_UNPRINTABLE = re.compile(rb"[^ -~]")
 
 
 def list_command(args: argparse.Namespace) -> int:
@@ -124,9 +124,8 @@ def _history(letter: Letter) -> str:
 
 def _first(value: bytes) -> str:
     """The first bytes as text, what cannot be printed as dots."""
-    text = _PRINTABLE.sub(b".", value[:_FIRST_BYTES]).decode()
-    cut = text[:_SHOWN_CHARS]
-    return f"{len(value):,} bytes: {cut}{'…' if len(value) > len(cut) else ''}"
+    text = _UNPRINTABLE.sub(b".", value[:_SHOWN_CHARS]).decode()
+    return f"{len(value):,} bytes: {text}{'…' if len(value) > len(text) else ''}"
 
 
 def _whole(letter: Letter, value: bytes | None, gone: str, place: Place) -> Iterator[str]:
@@ -170,7 +169,7 @@ def _fields_of(value: bytes, kind: type[ev.Event]) -> Iterator[str]:
 def _dump(value: bytes) -> Iterator[str]:
     for at in range(0, len(value), _ROW_BYTES):
         row = value[at : at + _ROW_BYTES]
-        text = _PRINTABLE.sub(b".", row).decode()
+        text = _UNPRINTABLE.sub(b".", row).decode()
         yield f"    {at:08x}  {row.hex(' '):<{3 * _ROW_BYTES}} {text}"
 
 

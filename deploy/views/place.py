@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from ...schemas.errors import ConfigError, LogError, UnknownTopic
@@ -40,14 +40,11 @@ def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
         raise LogError(
             f"{path}: no log there yet. Start the run first: streamrft run --config {config_path}"
         )
-    log = run.open_log()
-    try:
+    with closing(run.open_log()) as log:
         stage = current_stage(log, run) if stage_name is None else run.stage(stage_name)
         if not has_topics(log, stage):
             raise LogError(f"{run.log_url}: no topics of {stage.namespace} there yet.")
         yield Place(run, stage, log)
-    finally:
-        log.close()
 
 
 def current_stage(log: Log, run: Run) -> Stage:

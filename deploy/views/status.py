@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -61,12 +61,7 @@ class Status:
             "checkpoint": {"step": self.saved.step, "uri": self.saved.uri} if self.saved else None,
             "produced": balance.produced,
             "states": dict(balance.states),
-            "pending": {
-                "total": balance.pending.total,
-                "unjoined": balance.pending.unjoined,
-                "open": balance.pending.open,
-                "ready": balance.pending.ready,
-            },
+            "pending": {"total": balance.pending.total, **asdict(balance.pending)},
             "rewards": dict(balance.reward_counts),
             "repeats": balance.num_repeats,
             "amended": balance.num_amended,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -32,7 +32,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if path is not None and not path.exists():
         found = _plan(None, run, _stage(None, run, args.stage), args)
     else:
-        with _open(run) as log:
+        with closing(run.open_log()) as log:
             found = _plan(log, run, _stage(log, run, args.stage), args)
     _show(found, run, args.json)
     if found.refused:
@@ -43,7 +43,7 @@ def plan_command(args: argparse.Namespace) -> int:
 def apply_command(args: argparse.Namespace) -> int:
     """`streamrft topics apply`: show the difference, then make it so."""
     run = plan(args.config)
-    with _open(run) as log:
+    with closing(run.open_log()) as log:
         stage = _stage(log, run, args.stage)
         found = _plan(log, run, stage, args)
         _show(found, run, args.json)
@@ -75,15 +75,6 @@ def describe_command(args: argparse.Namespace) -> int:
         else:
             print("\n".join(_topic_lines(*described_here)))
     return 0
-
-
-@contextmanager
-def _open(run: Run) -> Iterator[Log]:
-    log = run.open_log()
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def _stage(log: Log | None, run: Run, name: str | None) -> Stage:

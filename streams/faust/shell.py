@@ -11,6 +11,7 @@ from ..kafka.log import KafkaLog
 from ..kafka.producer import KafkaProducer
 from ..log import Partition
 from ..process import Process
+from ..reading import committed
 from ..shell import GROUP, Batch, may_pass
 from .app import build
 from .consumer import FaustConsumer
@@ -53,9 +54,7 @@ class FaustShell:
         Raises:
             AccessDenied: on the group, or a topic.
         """
-        asker = self._log.consumer(group=self._group)
-        asker.committed([Partition(process.topics.name("trajectories"), 0)])
-        asker.close()
+        committed(self._log, self._group, [Partition(process.topics.name("trajectories"), 0)])
 
     def claim(self, partition: int) -> None:
         """See `Shell.claim`."""

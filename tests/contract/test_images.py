@@ -79,6 +79,9 @@ def test_host_without_heartbeat_is_not_healthy(run, log):
 def test_host_is_judged_by_its_last_heartbeat(run, log):
     stage = run.stages[0]
     append_events(log, stage.topics, "heartbeats", beat("ended", age_s=5), beat("idle"))
+    producer = log.producer()
+    producer.send(stage.topics.name("heartbeats"), b"no heartbeat", key=b"x")
+    producer.flush()
     assert complaint(log, stage, HOST) == ""
     append_events(log, stage.topics, "heartbeats", beat("ended"))
     assert complaint(log, stage, HOST) == "join-ended ended"

@@ -19,6 +19,7 @@ from streamrft.schemas import events as ev
 from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs
 from streamrft.streams.log import Partition
 from streamrft.streams.process import Process
+from streamrft.streams.reading import committed
 from streamrft.streams.settings import StreamSettings
 from streamrft.streams.worker import run_join
 
@@ -131,8 +132,7 @@ def _is_joined(cli: Cli) -> bool:
     with cli.place() as place:
         names = [place.stage.topics.name(t) for t in ("trajectories", "rewards")]
         places = [Partition(n, p) for n in names for p in range(4)]
-        consumer = place.log.consumer(group="p.n.join")
-        done = consumer.committed(places)
+        done = committed(place.log, "p.n.join", places)
         return all(done.get(p, 0) >= end for p, end in place.log.end_offsets(places).items())
 
 

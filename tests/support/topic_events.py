@@ -10,7 +10,7 @@ from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import CATALOGUE, Topics, key_of
 from streamrft.streams.log import Log, Partition
-from streamrft.streams.reading import begins, read_to_end
+from streamrft.streams.reading import begins, committed, read_to_end
 
 E = TypeVar("E", bound=ev.Event)
 
@@ -35,7 +35,7 @@ def num_uncommitted(log: Log, topics: Topics) -> int:
     """Records of tasks that the explorers' group has not committed."""
     name = topics.name("tasks")
     places = [Partition(name, p) for p in range(topics.partitions("tasks"))]
-    done = log.consumer(group=f"{topics.namespace}.explorers").committed(places)
+    done = committed(log, f"{topics.namespace}.explorers", places)
     return sum(end - done.get(p, 0) for p, end in log.end_offsets(places).items())
 
 
