@@ -78,6 +78,9 @@ _AWAY = {
     KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
     KafkaError.CONCURRENT_TRANSACTIONS,
     KafkaError.NETWORK_EXCEPTION,
+    # a broker died with records of a batch: nothing of it counts, and a new one has new numbers
+    KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER,
+    KafkaError.UNKNOWN_PRODUCER_ID,
 }
 _FRESH_S = 15.0
 

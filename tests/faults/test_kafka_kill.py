@@ -108,16 +108,28 @@ def test_paused_member_cannot_commit_after_its_successor(kafka_url, log, prefix)
 def test_copiers_killed_and_paused_at_random_copy_every_record_once(
     kafka_url, log, prefix, protocol
 ):
-    randomness = random.Random(protocol)
+    copy_under_faults(kafka_url, log, prefix, protocol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_copiers_copy_every_record_once_over_a_broker_that_dies_too(broker, protocol, seed):
+    log = open_log(broker.url, LIMITS)
+    copy_under_faults(broker.url, log, "faults", protocol, broker=broker, seed=seed, rounds=15)
+    log.close()
+
+
+def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds=6):
+    """Three copiers, of which one is killed or paused every round, or the broker is."""
+    randomness = random.Random(f"{protocol}{seed}")
     source, target = f"{prefix}.source", f"{prefix}.target"
     create(log, source)
     copies = create(log, target)
-    options = {"group.protocol": protocol}
 
     def copier(n):
-        group, name = f"{prefix}.copiers", f"copier-{n}"
-        words = ("copier", group, name, source, target)
-        worker = Worker(kafka_url, SESSION_MS, *words, options=options)
+        words = ("copier", f"{prefix}.copiers", f"copier-{n}", source, target)
+        worker = Worker(url, SESSION_MS, *words, options={"group.protocol": protocol})
         worker.hear("ready")
         return worker
 
@@ -125,20 +137,24 @@ def test_copiers_killed_and_paused_at_random_copy_every_record_once(
     workers = [copier(n) for n in range(3)]
     num_sent = 0
     try:
-        for _ in range(6):
+        for _ in range(rounds):
             for _ in range(200):
                 producer.send(source, b"%d" % num_sent, key=b"%d" % num_sent)
                 num_sent += 1
-            producer.flush()
-            i = randomness.randrange(3)
-            if randomness.random() < 0.6:
+            flush_when_it_is_back(producer)
+            i, what = randomness.randrange(3), randomness.random()
+            if broker is not None and what < 0.3:
+                broker.kill()
+                broker.start()
+            elif what < 0.7:
                 workers[i].__exit__()
                 workers[i] = copier(i)
             else:
                 workers[i].stop()
                 time.sleep(randomness.uniform(0.0, SESSION_MS / 1000 * 1.5))
                 workers[i].cont()
-        wait_for(lambda: len(values_of(log, copies)) >= num_sent, 60)
+        wait_for(lambda: len(values_of(log, copies)) >= num_sent, 120)
+        assert [w.process.poll() for w in workers] == [None] * 3
     finally:
         for worker in workers:
             worker.__exit__()

@@ -21,7 +21,7 @@ def cluster(tmp_path):
 @pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "faust"])
 def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, cluster, engine):
     changes = {"event_log": {"options": REPLICATED}}
-    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes) as chaos:
+    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes, feed_s=10.0) as chaos:
         crowd = chaos.crowd
         chaos.begin()
         crowd.pass_until(lambda: crowd.watch.total("groups") > 100, 60, lambda: "nothing is joined")
