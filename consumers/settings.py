@@ -75,7 +75,11 @@ class SftSource:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT."""
+    """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
+
+    `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
+    first `critic_warmup` steps.
+    """
 
     model_path: str
     checkpoint_uri: str
@@ -102,3 +106,5 @@ class TrainerSettings:
     max_read_timeout_ms: int = 1_800_000
     lease_ms: int = 10_000
     chat_template: str | None = None
+    critic_model_path: str | None = None
+    critic_warmup: int = 0

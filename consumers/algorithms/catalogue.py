@@ -111,7 +111,6 @@ _PREFERENCES = "preferences, from a file or from the log"
 # what a function reads that nothing delivers yet; the function itself is whole
 SOURCES: dict[str, dict[str, str]] = {
     "advantage_fn": {
-        "ppo": "a critic's values (model.critic_model_path)",
         "remax": "the reward of a greedy rollout of each task",
         "gigpo": "states of the environment at each step of a multi-turn workflow",
         "on_policy_distill": _TEACHER,
@@ -135,6 +134,11 @@ def algorithm_type(name: str) -> AlgorithmType:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     raise ConfigError(unknown("algorithm.algorithm_type", name, ALGORITHMS))
+
+
+def has_critic(name: str, advantage_fn: str | None = None) -> bool:
+    """Whether a value model is trained beside the policy; `advantage_fn` replaces the own one."""
+    return (advantage_fn or algorithm_type(name).advantage_fn) == "ppo"
 
 
 def awaited_source(kind: AlgorithmType, **chosen: str | None) -> str | None:

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import InvalidEvent
+from ...schemas.errors import ConfigError, InvalidEvent
+from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
 from ..algorithms.kl import KlLoss
 from ..settings import AlgorithmSettings, TrainerSettings
 from . import schedules
 from .batches import Indices, assemble, flatten, plan
+from .critic import Critic
 from .device import DeviceBatch
 from .examples import TrainingExample
 from .logprobs import token_logprobs, token_statistics
@@ -77,6 +79,8 @@ class Learner:
             weight_decay=self._optimizer_settings.weight_decay,
             fused=True,
         )
+        needs_critic = isinstance(self.algorithm.advantage, CriticAdvantage)
+        self._critic = Critic(settings, total_steps=total_steps) if needs_critic else None
         on_cpu = self._policy.device.type == "cpu"
         budget = settings.max_tokens_per_microbatch
         self._budget = min(budget, CPU_MICROBATCH_TOKENS) if on_cpu else budget
@@ -118,16 +122,31 @@ class Learner:
         ready, metrics = self._prepared(chosen)
         objective = prepare(ready, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
         totals, cuts = Totals(), objective.cuts(self._budget)
+        if self._critic is not None and step <= self._settings.critic_warmup:
+            cuts = []
         for rows in cuts:
             self._backward(objective, rows, totals, step)
         metrics |= {"actor/loss": 0.0, "actor/pg_loss": 0.0} | totals.metrics()
         metrics |= self._update(step, has_loss=len(cuts) > 0)
+        metrics |= self._taught(objective, ready, step)
         metrics |= self._steered("kl_coef", self.algorithm.kl, metrics, len(chosen))
         metrics |= batch_metrics(chosen) | length_bias(chosen, objective)
         metrics["sample/unusable"] = float(len(examples) - len(chosen))
         seconds = time.perf_counter() - began
         num_tokens = sum(e.num_tokens for e in examples)
         return metrics | {"time/train_s": seconds, "perf/tokens_per_s": num_tokens / seconds}
+
+    def _taught(
+        self, objective: Objective, examples: Sequence[TrainingExample], step: int
+    ) -> dict[str, float]:
+        """Let the critic learn from the same batch, where there is one."""
+        if self._critic is None:
+            return {}
+        advantage = self.algorithm.advantage
+        assert isinstance(advantage, CriticAdvantage)
+        return self._critic.learn(
+            objective.flat, examples, advantage, budget=self._budget, step=step
+        )
 
     def _prepared(
         self, examples: Sequence[TrainingExample]
@@ -164,6 +183,8 @@ class Learner:
         with self._policy.autocast():
             if "ref_logprobs" in wanted:
                 found["ref_logprobs"], _ = self._logprobs(batch, self._reference)
+            if self._critic is not None:
+                found["values"] = self._critic.values(batch)
             if "entropies" in wanted:
                 hidden = self._policy.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
                 logprobs, entropies, signals = token_statistics(
@@ -268,12 +289,21 @@ class Learner:
         return self._policy.save(folder)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For torch.save; loads with weights_only=True."""
-        return self._optimizer.state_dict()
+        """For torch.save; loads with weights_only=True. The whole critic is part of it."""
+        state = self._optimizer.state_dict()
+        return state if self._critic is None else {**state, "critic": self._critic.state()}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Undo `optimizer_state`."""
-        self._optimizer.load_state_dict(dict(state))
+        self._optimizer.load_state_dict({n: v for n, v in state.items() if n != "critic"})
+        if self._critic is None:
+            return
+        if "critic" not in state:
+            raise ConfigError(
+                "algorithm.algorithm_type: the checkpoint has no critic, it was written by another "
+                "algorithm. Begin a new run, with model.model_path the checkpoint's model."
+            )
+        self._critic.load_state(state["critic"])
 
     def rng_state(self) -> dict[str, Tensor]:
         """Random generators of torch, for torch.save."""

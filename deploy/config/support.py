@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from ...consumers.algorithms.catalogue import has_critic
 from ...schemas.errors import ConfigError
 from .buffer import ReplayBuffer
 from .checks import SELECTORS, rolls_out, tasksets, uses_sft
@@ -60,7 +61,6 @@ RULES: tuple[Rule, ...] = (
         {},
     ),
     *_rules("model.trust_remote_code", "code from model folders is never run", False),
-    *_rules("model.critic_model_path", f"a critic {_LATER}", ""),
     *_rules("model.logprobs", "log-probs are always recorded", 0),
     *_rules("model.repetition_penalty", _NOT_YET, 1.0),
     *_rules(
@@ -129,7 +129,6 @@ RULES: tuple[Rule, ...] = (
         "micro-batches are always packed by tokens",
         True,
     ),
-    *_rules("trainer.critic_warmup", f"a critic {_LATER}", 0),
     *_rules("trainer.ulysses_sequence_parallel_size trainer.megatron", _ONE_DEVICE, 1),
     *_rules(
         "trainer.param_offload trainer.optimizer_offload trainer.grad_offload "
@@ -224,6 +223,9 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
             f"synchronizer.sync_style: {sync.sync_style} runs as fully_async, bounded by "
             "synchronizer.max_staleness."
         )
+    critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
+    if critic and not has_critic(config.algorithm.algorithm_type, config.algorithm.advantage_fn):
+        yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."
     tasks, group = config.buffer.batch_size, config.algorithm.repeat_times
     size = config.buffer.train_batch_size
     if rolls_out(config) and size and size != tasks * group:

@@ -60,6 +60,8 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         num_threads=trainer.num_threads,
         max_read_timeout_ms=round(read_timeout_s * 1000),
         chat_template=chat_template(config),
+        critic_model_path=config.model.critic_model_path or None,
+        critic_warmup=trainer.critic_warmup,
     )
 
 

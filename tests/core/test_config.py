@@ -117,7 +117,10 @@ MISTAKES = [
     ("streams.on_deadline=defualt", r"partial, default, drop\. Did you mean default\?"),
     ("mode=bench", r"^mode: bench is not in this version"),
     ("mode=fast", r"^mode: 'fast' found; allowed are both, explore"),
-    ("algorithm.algorithm_type=ppo", r"'ppo' waits for a critic's values.*choose one of asymre, "),
+    (
+        "algorithm.algorithm_type=jsd",
+        r"'jsd' waits for a teacher's log-probs.*choose one of asymre, ",
+    ),
     ("algorithm.algorithm_type=grpoo", r"'grpoo' is unknown. Did you mean 'grpo'\?"),
     ("algorithm.algorithm_type=sft", r"^mode: both with algorithm_type sft.*mode: train"),
     ("buffer.train_batch_size=30", r"30 found, no multiple of algorithm\.repeat_times 4.*28 or 32"),

@@ -160,7 +160,6 @@ def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
         ({"algorithm_type": "gigpo"}, "states of the environment"),
         ({"algorithm_type": "dpo"}, "preferences, from a file"),
         ({"algorithm_type": "kto"}, "preferences, from a file"),
-        ({"algorithm_type": "ppo"}, "a critic's values"),
         ({"advantage_fn": "remax"}, "the reward of a greedy rollout"),
         ({"policy_loss_fn": "dpo"}, "preferences, from a file"),
     ],

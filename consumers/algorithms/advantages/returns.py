@@ -40,6 +40,7 @@ class CriticAdvantage:
 
     gamma: float = 1.0
     lam: float = 1.0
+    measures = frozenset({"values"})
 
     def __call__(self, examples: Sequence[TrainingExample]) -> list[Advantage]:
         """One array of the trained tokens an experience; its sequences carry `values`."""

@@ -1,0 +1,124 @@
+"""The value model of PPO: what reward is still to come, before each token is chosen.
+
+N trained tokens of a batch, n of them in a micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..algorithms.advantages import CriticAdvantage
+from ..algorithms.advantages.advantage import trained
+from ..algorithms.losses.critic import value_losses
+from ..settings import TrainerSettings
+from . import schedules
+from .batches import FlatBatch, assemble, plan
+from .device import DeviceBatch
+from .examples import TrainingExample
+from .model import PolicyModel
+
+
+class Critic:
+    """A network of the policy's kind with one output, and its own AdamW of the same settings.
+
+    The output begins as 0, so the first advantages are returns. Source: PPO, arXiv:1707.06347,
+    eq. 9; the clipped loss is in algorithms/losses/critic.py.
+    """
+
+    def __init__(self, settings: TrainerSettings, *, total_steps: int | None) -> None:
+        """Load from `settings.critic_model_path`, or else from `settings.model_path`."""
+        path = settings.critic_model_path or settings.model_path
+        self._backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
+        network = self._backbone.network
+        size = int(network.get_output_embeddings().weight.shape[1])
+        self._head = torch.nn.Linear(size, 1, bias=False, device=self._backbone.device)
+        torch.nn.init.zeros_(self._head.weight)
+        self._parameters = [*network.base_model.parameters(), *self._head.parameters()]
+        self._settings, self._total_steps = settings.algorithm.optimizer, total_steps
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=self._settings.lr,
+            betas=self._settings.betas,
+            weight_decay=self._settings.weight_decay,
+            fused=True,
+        )
+
+    def values(self, batch: DeviceBatch) -> Tensor:
+        """V before each trained token of a micro-batch, float32 [n]."""
+        hidden = self._backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+        return self._head(hidden)[:, 0].float()
+
+    def learn(
+        self,
+        flat: FlatBatch,
+        examples: Sequence[TrainingExample],
+        advantage: CriticAdvantage,
+        *,
+        budget: int,
+        step: int,
+    ) -> dict[str, float]:
+        """One optimiser step towards the returns, the mean over trained tokens. Gives metrics.
+
+        `examples` are those of `flat` in order, with the values that their advantages were made
+        of.
+        """
+        num_tokens = len(flat.trained)
+        if not num_tokens:
+            return {}
+        old = np.concatenate([trained(e, "values") for e in examples]).astype(np.float32)
+        returns = old + np.concatenate([advantage.raw(e) for e in examples]).astype(np.float32)
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for rows in plan(flat.lengths, budget):
+            batch = DeviceBatch(assemble(flat, rows), flat, self._backbone.device)
+            with self._backbone.autocast():
+                values = self.values(batch)
+            losses = value_losses(values, batch.moved(old), batch.moved(returns))
+            loss = losses.sum() / num_tokens
+            loss.backward()
+            total += float(loss.detach())
+        norm = self._update(step)
+        metrics = {"critic/vf_loss": total, "critic/grad_norm": norm}
+        return metrics | {
+            "critic/vpred_mean": float(old.mean()),
+            "critic/vf_explained_var": _explained(returns, old),
+        }
+
+    def _update(self, step: int) -> float:
+        """Clip and apply the gradient, unless it is not finite; its norm."""
+        clip = self._settings.clip_grad
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
+        if math.isfinite(float(norm)):
+            for group in self._optimizer.param_groups:
+                group["lr"] = schedules.learning_rate(self._settings, step, self._total_steps)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimiser for torch.save; loads with weights_only=True."""
+        return {
+            "network": self._backbone.state_dict(),
+            "head": self._head.weight.detach().cpu().clone(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Undo `state`."""
+        self._backbone.load_weights(state["network"])
+        with torch.no_grad():
+            self._head.weight.copy_(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _explained(returns: np.ndarray, values: np.ndarray) -> float:
+    """1 - var(R - V) / var(R); 0 where all returns are equal."""
+    spread = float(returns.var())
+    return 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
