@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_run import CONFIG, Cli, append, cli_with_topics, failed, new_cli, trajectory
+from waiting import until
 
 from streamrft.deploy.cli import main
 from streamrft.schemas import events as ev
@@ -178,17 +178,10 @@ def test_produce_reads_standard_input_as_it_comes(cli: Cli) -> None:
     assert process.stdin
     process.stdin.write(json.dumps(REWARD).encode() + b"\n")
     process.stdin.flush()
-    _wait(lambda: cli.lines("tail", "rewards", "--json") != [], "the first line")
+    until(lambda: cli.lines("tail", "rewards", "--json") != [], "the first line")
     _, err = process.communicate(json.dumps(REWARD | {"event_id": "r2"}).encode(), timeout=20)
     assert process.returncode == 0, err
     assert len(cli.lines("tail", "rewards", "--json")) == 2
-
-
-def _wait(ready: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not ready():
-        assert time.monotonic() < deadline, f"no {what} in 20 s"
-        time.sleep(0.05)
 
 
 def test_a_long_line_costs_what_it_is_long(cli: Cli) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 import fastavro
 import pytest
 from cli_run import Cli, new_cli
-from join_run import JoinRun, wait_for
+from join_run import JoinRun
 from join_scripts import rew, scored, traj
 from topic_events import append_events
+from waiting import until
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
@@ -129,7 +130,7 @@ def test_value_that_was_left_at_its_position_is_read_there(cli, run):
     code, out, _ = cli.run("dead-letters", "show", str(letter["id"]))
     assert code == 0 and "value   3,000 bytes" in out
     assert cli.run("dead-letters", "replay", "--all")[0] == 0
-    wait_for(lambda: [r.value for r in run.records("rewards")] == [b"z" * 3_000] * 2)
+    until(lambda: [r.value for r in run.records("rewards")] == [b"z" * 3_000] * 2)
 
 
 def test_without_letters_the_list_is_empty_and_a_replay_sends_nothing(cli, run):
@@ -213,7 +214,7 @@ def test_a_trajectory_whose_id_was_read_has_its_end_and_is_not_sent_again(cli, r
     code, out, err = cli.run("dead-letters", "replay", "--all")
     assert code == 1 and "g1:0:a was dropped as invalid" in out
     assert err == "1 replayed, 1 refused\n"
-    wait_for(lambda: run.num("trajectories") == 3)  # the garbage: nobody knows its id
+    until(lambda: run.num("trajectories") == 3)  # the garbage: nobody knows its id
     run.drive(lambda: len(letters_on(run)) == 3, FAST)
     assert is_balanced(cli)
 
@@ -237,7 +238,7 @@ def test_a_replayed_record_has_its_key_its_headers_and_its_place(cli, run):
     run.drive(lambda: run.num("dead_letters") == 2, FAST)
     first, second = sorted(letters(cli), key=lambda letter: letter["key"] is None)
     assert cli.run("dead-letters", "replay", str(first["id"]), str(second["id"]))[0] == 0
-    wait_for(lambda: run.num("rewards") == 4)
+    until(lambda: run.num("rewards") == 4)
     found = {r.key: r for r in run.records("rewards") if len(r.headers) > (r.key is not None)}
     mark = ("streamrft-replay-of", str(first["id"]).encode())
     assert set(found[b"g1"].headers) == {("traceparent", b"00-abc"), mark}
@@ -252,7 +253,7 @@ def test_a_task_goes_back_to_its_partition(cli, run):
     )  # fmt: skip
     append_events(run.log, run.topics, "dead_letters", letter)
     assert cli.run("dead-letters", "replay", "--topic", "tasks")[0] == 0
-    wait_for(lambda: run.num("tasks") == 1)
+    until(lambda: run.num("tasks") == 1)
     (task,) = run.records("tasks")
     assert (task.partition, task.key, task.value) == (9, b"rows.1", b"x")
     code, out, _ = cli.run("tail", "dead_letters")
@@ -267,7 +268,7 @@ def test_what_was_replayed_is_sent_again_only_when_told(cli, run):
     code, out, err = cli.run("dead-letters", "replay", "--all")
     assert (code, out) == (0, "") and "--again" in err
     assert cli.run("dead-letters", "replay", "--all", "--again")[0] == 0
-    wait_for(lambda: run.num("rewards") == 6)
+    until(lambda: run.num("rewards") == 6)
     assert {letter["num_replays"] for letter in letters(cli)} == {2}
 
 
@@ -281,6 +282,6 @@ def test_a_killed_replay_loses_and_doubles_nothing(cli, run, tmp_path, point):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     left = 150 if point == "replay.before_commit" else 50
     assert done.stderr == f"{left} replayed, 0 refused\n"
-    wait_for(lambda: run.num("rewards") >= 300)
+    until(lambda: run.num("rewards") >= 300)
     values = [r.value for r in run.records("rewards")]
     assert sorted(values) == sorted([b"reward %d" % i for i in range(150)] * 2)

@@ -22,8 +22,8 @@ from explorer_run import (
     trajectories,
     uncommitted,
 )
-from topic_events import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import until
 
 from streamrft.producers.settings import RewardSourceSettings, RolloutArgs
 from streamrft.schemas import arrays, codec

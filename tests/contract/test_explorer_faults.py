@@ -21,7 +21,7 @@ from explorer_run import (
     trajectories,
     uncommitted,
 )
-from topic_events import until
+from waiting import until
 
 from streamrft.producers.explorer import AllFailed
 from streamrft.schemas.errors import ConfigError, Timeout

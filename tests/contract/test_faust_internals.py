@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 
 import pytest
 from confluent_kafka import Producer
+from waiting import until
 
 from streamrft.schemas.errors import ConfigError
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
@@ -28,8 +28,6 @@ from streamrft.streams.faust.exchange import Exchange
 from streamrft.streams.faust.membership import EmbeddedFaust
 from streamrft.streams.faust.security import credentials
 from streamrft.streams.kafka.options import Options
-
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -71,13 +69,6 @@ class Member:
         return found
 
 
-def wait_for(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, f"not true within {DEADLINE_S} s"
-        time.sleep(0.05)
-
-
 def test_the_release_is_the_one_that_was_looked_into():
     assert version("faust-streaming") == internals.VERSION
 
@@ -108,7 +99,7 @@ def test_only_committed_records_come_and_positions_go_over_markers(log, topics, 
         consumer = FaustConsumer(log, member.faust, member.exchange)
         member.faust.start = lambda topics: None
         consumer.subscribe(topics)
-        wait_for(lambda: bool(member.exchange.assigned))
+        until(lambda: bool(member.exchange.assigned))
         consumer.poll()
         place = Partition(name, 0)
         consumer.seek(place, 0)
@@ -119,7 +110,7 @@ def test_only_committed_records_come_and_positions_go_over_markers(log, topics, 
             values.extend(r.value for r in consumer.poll(100, 200))
             return consumer.positions()[place] == end
 
-        wait_for(is_at_end)
+        until(is_at_end)
     assert values == [b"1", b"3"]
     assert end == 8
 
@@ -127,31 +118,31 @@ def test_only_committed_records_come_and_positions_go_over_markers(log, topics, 
 def test_positions_are_stored_for_the_group(log, topics):
     group, place = f"{topics[0]}.group", Partition(topics[0], 2)
     with Member(log, group, topics) as member:
-        wait_for(lambda: bool(member.exchange.assigned))
+        until(lambda: bool(member.exchange.assigned))
         assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
         member.exchange.note({place: 7})
-        wait_for(lambda: log.consumer(group=group).committed([place]) == {place: 7})
+        until(lambda: log.consumer(group=group).committed([place]) == {place: 7})
 
 
 def test_workers_share_partitions_and_each_has_a_number_of_all_topics(log, topics):
     group = f"{topics[0]}.group"
     with Member(log, group, topics) as one:
-        wait_for(lambda: len(one.exchange.assigned) == 8)
+        until(lambda: len(one.exchange.assigned) == 8)
         with Member(log, group, topics) as two:
-            wait_for(lambda: {len(m.exchange.assigned) for m in (one, two)} == {4})
+            until(lambda: {len(m.exchange.assigned) for m in (one, two)} == {4})
             for member in (one, two):
                 first, second = member.numbers.values()
                 assert first == second
             assert set(one.exchange.assigned) & set(two.exchange.assigned) == set()
-        wait_for(lambda: len(one.exchange.assigned) == 8)
+        until(lambda: len(one.exchange.assigned) == 8)
 
 
 def test_one_that_ends_by_itself_is_started_again(log, topics):
     with Member(log, f"{topics[0]}.group", topics) as member:
-        wait_for(lambda: bool(member.exchange.assigned))
+        until(lambda: bool(member.exchange.assigned))
         loop, stopping = member.faust._loop, member.faust._stopping
         loop.call_soon_threadsafe(stopping.set)
-        wait_for(lambda: not member.exchange.assigned)
+        until(lambda: not member.exchange.assigned)
 
         def is_back() -> bool:
             try:
@@ -160,7 +151,7 @@ def test_one_that_ends_by_itself_is_started_again(log, topics):
                 assert "Faust ended" in str(error)
             return bool(member.exchange.assigned)
 
-        wait_for(is_back)
+        until(is_back)
 
 
 def test_rights_are_said_in_fausts_terms(monkeypatch):

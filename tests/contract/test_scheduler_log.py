@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from topic_events import append_events, events_on, until
+from topic_events import append_events, events_on
+from waiting import until
 
 from streamrft.producers.scheduler import Scheduler, run_scheduler
 from streamrft.producers.settings import Pacing, SchedulerSettings, TasksetSettings

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from cli_run import Cli, append, cli_with_topics, cut
+from waiting import until
 
 from streamrft.deploy.children import MAX_FAILURES, MAX_SAME_FAILURES, Child, environment_of
 from streamrft.deploy.goal import Verdict, dead_groups, judge
@@ -81,7 +82,7 @@ class Supervised:
 
     def started(self) -> subprocess.Popen[str]:
         process = self.start()
-        wait_for(lambda: len(self.children()) == 4, "four children")
+        until(lambda: len(self.children()) == 4, "four children")
         return process
 
     def end(self) -> None:
@@ -93,19 +94,12 @@ class Supervised:
             process.stdout.close()
 
 
-def wait_for(ready: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
     found = Supervised(tmp_path)
     yield found
     found.end()
-    wait_for(lambda: not found.children(), "end of the children after the test")
+    until(lambda: not found.children(), "end of the children after the test")
 
 
 def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
@@ -116,7 +110,7 @@ def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
     stopped.suspend()
     process.kill()
     process.wait(10)
-    wait_for(lambda: not supervised.children(), "end of all children", 5)
+    until(lambda: not supervised.children(), "end of all children", 5)
 
 
 def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
@@ -160,7 +154,7 @@ def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> No
     before = {p.pid for p in supervised.children(" join ")}
     victim = supervised.children("join-1")[0]
     victim.kill()
-    wait_for(
+    until(
         lambda: len({p.pid for p in supervised.children(" join ")} - before) == 1,
         "another join worker",
     )
@@ -175,7 +169,7 @@ def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
 ) -> None:
     process = supervised.started()
     log_folder = supervised.folder / "runs" / "p" / "n" / "log"
-    wait_for(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")
+    until(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")
     time.sleep(1.5)
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
@@ -199,7 +193,7 @@ def test_the_successor_of_a_killed_supervisor_takes_over_at_once(supervised: Sup
     first.kill()
     first.wait(10)
     second = supervised.start()
-    wait_for(lambda: len(supervised.children()) == 4, "four new children", 10)
+    until(lambda: len(supervised.children()) == 4, "four new children", 10)
     assert second.poll() is None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from object_store import ObjectStore
 from training_feed import TOPICS, Feed, ended, experience, group, trained_ids
+from waiting import until
 
 from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.settings import SftSource
@@ -334,7 +335,7 @@ def test_lost_folder_or_log_is_refused(feed: Feed, tmp_path: Path, tiny_model_di
 def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     feed.write_groups(range(2))
     running = feed.start()
-    wait_for_version(feed, 1)
+    until(lambda: ("main", 1) in feed.digests, "version 1")
     checkpoints = feed.folder / "checkpoints"
     checkpoints.rename(feed.folder / "away")
     checkpoints.write_text("no folder")
@@ -343,7 +344,7 @@ def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     assert [s.step for s in feed.read("train_steps", ev.TrainStep)] == [1, 2, 3]
     checkpoints.unlink()
     (feed.folder / "away").rename(checkpoints)
-    wait_for_version(feed, 3)
+    until(lambda: ("main", 3) in feed.digests, "version 3")
     feed.write(ended(6), topic="tasks")
     running.join(30)
     assert running.exitcode == 0
@@ -354,13 +355,6 @@ def test_last_checkpoint_that_cannot_be_written_fails_the_run(feed: Feed):
     (feed.folder / "checkpoints").write_text("no folder")
     assert feed.train() == 1
     assert "global_step_0 is not written" in feed.said
-
-
-def wait_for_version(feed: Feed, version: int, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while ("main", version) not in feed.digests:
-        assert time.monotonic() < deadline, f"version {version} was not announced"
-        time.sleep(0.05)
 
 
 # --- supervised rows

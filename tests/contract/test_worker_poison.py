@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from join_run import JoinRun, ids
 from join_scripts import rew, scored, sequence, traj
 from object_store import ObjectStore
+from waiting import until
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
@@ -212,18 +212,15 @@ def test_what_holds_a_partition_stands_in_the_heartbeat_of_a_worker_process(run,
         wait_for_beat(run, store.uri)
         assert run.num("dead_letters") == run.num("experiences") == 0
         store.start()
-        deadline = time.monotonic() + 30
-        while run.num("experiences") < 1:
-            assert time.monotonic() < deadline, "it did not go on by itself within 30 s"
-            time.sleep(0.1)
+        until(lambda: run.num("experiences") == 1, "that it goes on by itself")
     assert run.dead_letters() == []
 
 
 def wait_for_beat(run: JoinRun, text: str) -> None:
-    deadline = time.monotonic() + 30
-    while not any(
-        text in beat.waiting_for and beat.state == "idle"
-        for beat in run.events("heartbeats", ev.Heartbeat)
-    ):
-        assert time.monotonic() < deadline, f"no heartbeat waits for {text} within 30 s"
-        time.sleep(0.1)
+    until(
+        lambda: any(
+            text in beat.waiting_for and beat.state == "idle"
+            for beat in run.events("heartbeats", ev.Heartbeat)
+        ),
+        f"a heartbeat that waits for {text}",
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from producer_run import BATCH, GROUP, ProducerRun
-from topic_events import until
+from waiting import until
 
 from streamrft.producers.settings import Pacing
 from streamrft.schemas import events as ev

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from training_feed import Feed, ended, trained_ids
+from waiting import until
 
 from streamrft.schemas import events as ev
 
@@ -101,7 +101,10 @@ def test_paused_trainer_publishes_nothing_after_its_successor(
     feed = Feed(tmp_path, tiny_model_dir, {**SETTINGS, "lease_ms": 600})
     feed.write_groups(range(5))
     paused = feed.start()
-    wait_for_step(feed, 2)
+    until(
+        lambda: any(c.step == 2 for c in feed.read("checkpoints", ev.Checkpoint)),
+        "a checkpoint of step 2",
+    )
     assert paused.pid is not None
     os.kill(paused.pid, signal.SIGSTOP)
     try:
@@ -122,16 +125,12 @@ def test_stopped_trainer_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, tiny_
     feed = Feed(tmp_path, tiny_model_dir)
     feed.write_groups(range(5))
     running = feed.start()
-    wait_for_step(feed, 2)
+    until(
+        lambda: any(c.step == 2 for c in feed.read("checkpoints", ev.Checkpoint)),
+        "a checkpoint of step 2",
+    )
     running.terminate()
     running.join(20)
     assert running.exitcode == 0
     newest = feed.read("checkpoints", ev.Checkpoint)[-1]
     assert (newest.step, newest.kind) == (2, "full")
-
-
-def wait_for_step(feed: Feed, step: int, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not any(c.step == step for c in feed.read("checkpoints", ev.Checkpoint)):
-        assert time.monotonic() < deadline, f"no checkpoint of step {step} in {timeout_s} s"
-        time.sleep(0.05)

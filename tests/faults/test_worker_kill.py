@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 from join_reference import Step, Tick, reference
-from join_run import JoinRun, wait_for
+from join_run import JoinRun
 from join_scripts import failed, result_of, rew, scored, traj
+from waiting import until
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
@@ -78,7 +79,7 @@ def settled(run: JoinRun, events: list[Event]) -> None:
     """Wait for every end, then hold them against the reference."""
     expected = reference(events, StreamSettings(**SETTINGS))
     num_ends = len(expected.experiences) + expected.drops.total()
-    wait_for(lambda: run.num("experiences") + run.num("drops") >= num_ends)
+    until(lambda: run.num("experiences") + run.num("drops") >= num_ends)
     time.sleep(0.3)
     found = result_of(run.experiences(), run.drops())
     assert found.experiences == expected.experiences
@@ -121,7 +122,7 @@ def test_a_worker_paused_past_its_lease_publishes_nothing_when_it_wakes(url, run
     send(run, events)
     pause = "join.before_commit"
     with run.spawn(url, settings=SETTINGS, name="join-0", pause_at=pause) as first:
-        wait_for(lambda: first.is_paused)
+        until(lambda: first.is_paused)
         with run.spawn(url, settings=SETTINGS, name="join-1") as second:
             settled(run, events)
             first.send(signal.SIGCONT)
@@ -182,8 +183,8 @@ def test_deadlines_of_killed_workers_close_as_the_recorded_clocks_say(url, run, 
                 time.sleep(rng.uniform(0.0, 0.3))
     with run.spawn(url, settings=SETTINGS, name="join-last"):
         num = run.num("trajectories")
-        wait_for(lambda: run.counters().get("trajectories") == num)
-        wait_for(lambda: run.counters()["open_groups"] == 0)
+        until(lambda: run.counters().get("trajectories") == num)
+        until(lambda: run.counters()["open_groups"] == 0)
     found = result_of(run.experiences(), run.drops())
     expected = [reference(as_read(run, p), StreamSettings(**SETTINGS)) for p in range(4)]
     assert found.experiences == {k: v for e in expected for k, v in e.experiences.items()}
@@ -199,7 +200,7 @@ def test_two_workers_share_the_partitions_and_one_may_leave(url, run):
         run.spawn(url, settings=SETTINGS, name="join-1"),
     ):
         send(run, events, chunk=10)
-        wait_for(lambda: readers(run) == {"join-0", "join-1"})
+        until(lambda: readers(run) == {"join-0", "join-1"})
         first.send(signal.SIGTERM)
         assert first.wait() == 0
         more = history(40, seed=7)

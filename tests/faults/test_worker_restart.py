@@ -8,9 +8,10 @@ import time
 from functools import partial
 
 import pytest
-from join_run import JoinRun, wait_for
+from join_run import JoinRun
 from join_scripts import rew, scored
 from open_groups import GROUP, member_id, write_open_groups
+from waiting import until
 
 from streamrft.schemas.events import now_ms
 from streamrft.schemas.topics import partition_for
@@ -54,9 +55,9 @@ def test_worker_with_100_000_open_groups_is_at_work_within_a_minute(url, run):
         run.send(*fresh, known, missing)
         begin = time.monotonic()
         with run.spawn(url, settings={"engine": engine}) as worker:
-            wait_for(partial(_has, run, "experiences", num_fresh), 60)
+            until(partial(_has, run, "experiences", num_fresh))
             took_s = time.monotonic() - begin
-            wait_for(partial(_has_read, run, num_rewards))
+            until(partial(_has_read, run, num_rewards))
             resident = worker.resident_bytes
             worker.send(signal.SIGTERM)
             assert worker.wait() == 0

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from topic_events import append_events, events_on, num_uncommitted, until
+from topic_events import append_events, events_on, num_uncommitted
+from waiting import until
 
 from streamrft.producers.explorer import run_explorer
 from streamrft.producers.rewards import REWARDS

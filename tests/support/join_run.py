@@ -192,14 +192,6 @@ class JoinProcess:
         self.process.wait(timeout=DEADLINE_S)
 
 
-def wait_for(is_true: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-    """Look until it is true; an error at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
-        time.sleep(0.02)
-
-
 def ids(events: Iterable[Any]) -> list[str]:
     """Sorted trajectory ids."""
     return sorted(e.trajectory_id for e in events)

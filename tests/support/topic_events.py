@@ -1,9 +1,7 @@
-"""Events appended to the topics of a run and read back, and waits with a deadline."""
+"""Events appended to the topics of a run and read back."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import TypeVar
 
 from streamrft.schemas import codec
@@ -37,11 +35,3 @@ def num_uncommitted(log: Log, topics: Topics) -> int:
     places = [Partition(name, p) for p in range(topics.partitions("tasks"))]
     done = committed(log, f"{topics.namespace}.explorers", places)
     return sum(end - done.get(p, 0) for p, end in log.end_offsets(places).items())
-
-
-def until(ready: Callable[[], object], what: str = "it", timeout_s: float = 60.0) -> None:
-    """Wait until it is so."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.02)
