@@ -64,8 +64,8 @@ def copier(log: Log, group: str, name: str, source: str, target: str) -> None:
     say(ready=True)
     while True:
         consumer = log.consumer(group=group, member=name)
-        consumer.subscribe([source])
         try:
+            consumer.subscribe([source])
             while True:
                 records = consumer.poll(7, timeout_ms=50)
                 with producer.transaction():
