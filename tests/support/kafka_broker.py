@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from confluent_kafka.admin import AdminClient
 
 from streamrft.deploy.kafka import broker
 from streamrft.deploy.kafka.broker import free_port
@@ -94,6 +93,8 @@ class Cluster:
 
     def leader(self, topic: str, partition: int = 0) -> broker.Broker:
         """The node that leads a partition now."""
+        from confluent_kafka.admin import AdminClient
+
         admin = AdminClient({"bootstrap.servers": self.url.removeprefix("kafka://")})
         found = admin.list_topics(topic, timeout=30).topics[topic]
         return self.nodes[found.partitions[partition].leader]
