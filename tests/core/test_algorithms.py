@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from streamrft.consumers.algorithms import ALGORITHMS
+from streamrft.consumers.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ALGORITHMS,
+    KL_LOSSES,
+    POLICY_LOSSES,
+)
 from streamrft.consumers.algorithms.build import Algorithm, build_algorithm
+from streamrft.consumers.algorithms.catalogue import awaited_source
 from streamrft.consumers.algorithms.tokens import Tokens
 from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings
 from streamrft.schemas.errors import ConfigError
@@ -248,3 +257,31 @@ def test_unknown_names_are_answered_with_the_nearest():
         algorithm(loss_agg_mode="token_mean")
     with pytest.raises(ConfigError, match="cannot be imported"):
         algorithm(policy_loss_fn=FunctionSettings("nowhere.at.all"))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [ALGORITHMS, *(r.names() for r in (ADVANTAGES, POLICY_LOSSES, KL_LOSSES, AGGREGATIONS))],
+)
+def test_the_page_names_every_algorithm_and_function(names: Iterable[str]):
+    text = PAGE.read_text()
+    assert [n for n in names if f"`{n}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_page_says_what_an_algorithm_is_made_of(name: str):
+    """Its row names its group size, its policy loss, its KL and what it averages by."""
+    rows = [r for r in PAGE.read_text().splitlines() if r.startswith("| `")]
+    split = [r.split("|") for r in rows]
+    (cells,) = [c for c in split if len(c) == 9 and f"`{name}`" in c[1]]
+    kind, made = ALGORITHMS[name], algorithm(name)
+    group, advantage, loss, kl, average, waits = (c.strip() for c in cells[2:8])
+    assert group == ("-" if kind.schema != "experience" else str(kind.repeat_times))
+    assert (kind.advantage_fn or "-") in advantage or advantage == "by name"
+    assert kind.policy_loss_fn in loss
+    assert kl == kind.kl_loss_fn
+    assert made.aggregation.__name__.replace("_", "-") in average or kind.schema == "dpo"
+    assert (waits != "") == (awaited_source(kind) is not None)
