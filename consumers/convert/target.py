@@ -21,6 +21,9 @@ _SMALL = (
 )  # fmt: skip
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
+# buffers that older versions of transformers saved and newer ones make from config.json
+_RECOMPUTED = ("rotary_emb.inv_freq",)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -103,9 +106,15 @@ def matched(names: Iterable[str], target: Target, where: Path) -> dict[str, str]
     theirs in between.
 
     Raises:
-        ConvertFailed: a tensor of the target is missing, or one of the model is not the target's.
+        ConvertFailed: a tensor of the target is missing, one of the model is not the target's, or
+            they belong to an adapter.
     """
-    clean = {_clean(name): name for name in names}
+    clean = {_clean(n): n for n in names if not n.endswith(_RECOMPUTED)}
+    if adapted := next((n for n in clean if ".lora_A." in n), None):
+        raise ConvertFailed(
+            f"{where}: {adapted} belongs to an adapter; whole models are allowed. Merge the "
+            "adapter into its model before the save (peft: merge_and_unload)."
+        )
     wanted = {*target.shapes, *target.tied}
     prefix = _prefix(clean, target, where)
     found = {n.removeprefix(prefix): raw for n, raw in clean.items() if n.startswith(prefix)}

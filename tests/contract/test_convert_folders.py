@@ -214,6 +214,23 @@ def test_names_that_wrappers_lengthen_are_known(actor: Path) -> None:
     assert convert(actor) == 0
 
 
+def test_buffers_that_old_versions_saved_do_not_matter(actor: Path) -> None:
+    state = llama().state_dict() | {"model.rotary_emb.inv_freq": torch.ones(2)}
+    torch.save(state, actor / "model_world_size_1_rank_0.pt")
+    assert convert(actor) == 0
+
+
+def test_an_adapter_ends_with_1(actor: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {f"{prefix}.{n}": torch.ones(2, 2) for n in names}
+    path = actor / "model_world_size_1_rank_0.pt"
+    torch.save(state, path)
+    assert convert(actor) == 1
+    err = capsys.readouterr().err
+    assert str(path) in err and "belongs to an adapter" in err
+
+
 def test_shards_of_two_saves_end_with_1_unless_one_is_named(
     actor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
