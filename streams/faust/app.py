@@ -20,6 +20,8 @@ from .security import credentials
 _COMMIT_INTERVAL_S = 1.0
 _METADATA_AGE_MS = 3_000
 _FULL_S = 0.01
+# records that Faust keeps besides those of the exchange, whatever their size
+_BUFFERED = 64
 _RAW = {"key_type": bytes, "value_type": bytes, "key_serializer": "raw", "value_serializer": "raw"}
 
 
@@ -75,6 +77,7 @@ def _settings(options: Options) -> dict[str, Any]:
         # made by Faust although nothing is kept there; other users have their own
         "datadir": Path(tempfile.gettempdir()) / f"streamrft-faust-{os.getuid()}",
         "store": "memory://",
+        "stream_buffer_maxsize": _BUFFERED,
         "stream_wait_empty": False,
         "topic_allow_declare": False,
         "topic_disable_leader": True,

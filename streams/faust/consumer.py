@@ -9,17 +9,16 @@ partition that stands still before its end is read to its end.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...schemas.errors import LogError, LogUnavailable
 from ..log import Consumer, Log, Partition, Record
-from .exchange import CAPACITY, Exchange
+from .exchange import CAPACITY, CAPACITY_BYTES, Exchange, Waiting, size_of
 from .membership import Membership
 
 LINGER_S = 0.05
 LOOK_INTERVAL_S = 0.5
-_GAP_RECORDS, _GAP_POLL_MS, _GAP_TIMEOUT_S = 2_000, 200, 20.0
+_GAP_RECORDS, _GAP_CHUNK, _GAP_POLL_MS, _GAP_TIMEOUT_S = 2_000, 200, 200, 20.0
 
 Revoked = Callable[[list[Partition]], None]
 
@@ -31,7 +30,7 @@ class _Reading:
     """
 
     def __init__(self, offset: int) -> None:
-        self.waiting: deque[Record] = deque()
+        self.waiting = Waiting()
         self.seek(offset)
 
     def seek(self, offset: int) -> None:
@@ -41,17 +40,17 @@ class _Reading:
     def skip_repeats(self) -> int:
         """Leave out what was handed out already; how much that was."""
         num = 0
-        while self.waiting and self.waiting[0].offset < self.next:
-            self.waiting.popleft()
+        while self.waiting and self.waiting.first < self.next:
+            self.waiting.take()
             num += 1
-        if not self.waiting or self.waiting[0].offset >= self.proven:
+        if not self.waiting or self.waiting.first >= self.proven:
             self.next = max(self.next, self.proven)
         return num
 
     @property
     def has_gap(self) -> bool:
         """Whether the first record that waits is not the next one, for all that is known."""
-        return bool(self.waiting) and self.waiting[0].offset > max(self.next, self.proven - 1)
+        return bool(self.waiting) and self.waiting.first > max(self.next, self.proven - 1)
 
     def take(self, num: int) -> list[Record]:
         """The next records up to a gap."""
@@ -60,7 +59,7 @@ class _Reading:
             self.skip_repeats()
             if not self.waiting or self.has_gap:
                 break
-            taken.append(self.waiting.popleft())
+            taken.append(self.waiting.take())
             self.next = taken[-1].offset + 1
         self.skip_repeats()
         return taken
@@ -79,7 +78,7 @@ class FaustConsumer:
         self._assigned: set[Partition] = set()
         self._readings: dict[Partition, _Reading] = {}
         self._paused: set[Partition] = set()
-        self._unplaced: dict[Partition, deque[Record]] = {}
+        self._unplaced: dict[Partition, Waiting] = {}
         self._reader: Consumer | None = None
         self._looked_at = 0.0
         self.metrics = {"gaps": 0, "gap_records": 0, "repeats": 0}
@@ -118,7 +117,7 @@ class FaustConsumer:
         reading = self._readings.get(partition)
         if reading is None:
             reading = self._readings[partition] = _Reading(offset)
-            reading.waiting = self._unplaced.pop(partition, deque())
+            reading.waiting = self._unplaced.pop(partition, Waiting())
         reading.seek(offset)
 
     def pause(self, partitions: Iterable[Partition]) -> None:
@@ -156,7 +155,7 @@ class FaustConsumer:
             num_ready = sum(len(r.waiting) for r in self._served().values())
             if num_ready:
                 deadline = min(deadline, now + LINGER_S)
-            if num_ready >= max_records or now >= deadline:
+            if num_ready >= max_records or now >= deadline or self._has_enough():
                 return self._serve(max_records)
             self._exchange.wait(deadline - now)
 
@@ -177,8 +176,9 @@ class FaustConsumer:
 
     def _sort_in(self) -> None:
         """Take over what Faust brought, while there is room: it waits when its side is full."""
-        if sum(len(r.waiting) for r in self._served().values()) >= CAPACITY:
+        if self._has_enough():
             return
+        served = self._served()
         for record in self._exchange.take():
             place = Partition(record.topic, record.partition)
             if place not in self._assigned:
@@ -187,19 +187,28 @@ class FaustConsumer:
             if reading is not None:
                 waiting = reading.waiting
             else:
-                waiting = self._unplaced.setdefault(place, deque())
-            if len(waiting) < CAPACITY:
-                waiting.append(record)
+                waiting = self._unplaced.setdefault(place, Waiting())
+            # what is left out of those that cannot be handed out now is read as a gap
+            if place in served or not waiting.is_full:
+                waiting.put(record)
+
+    def _has_enough(self) -> bool:
+        waiting = [reading.waiting for reading in self._served().values()]
+        num_bytes = sum(w.num_bytes for w in waiting)
+        return sum(map(len, waiting)) >= CAPACITY or num_bytes >= CAPACITY_BYTES
 
     def _serve(self, max_records: int) -> list[Record]:
         self._look_at_ends()
         records: list[Record] = []
         served = sorted(self._served().items(), key=lambda found: len(found[1].waiting))
+        has_filled = False
         for i, (place, reading) in enumerate(served):
             share = -(-(max_records - len(records)) // (len(served) - i))
             self.metrics["repeats"] += reading.skip_repeats()
-            if reading.has_gap:
-                self._fill(place, reading, reading.waiting[0].offset)
+            # with enough at hand they are filled one at a time
+            if reading.has_gap and not (has_filled and self._has_enough()):
+                self._fill(place, reading, reading.waiting.first)
+                has_filled = True
             records += reading.take(share)
         return records
 
@@ -213,7 +222,8 @@ class FaustConsumer:
         for place, end in self._log.end_offsets(idle).items():
             reading = idle[place]
             # Faust has had the time from one look to the next to bring it
-            if reading.next < end and reading.seen_at == reading.next:
+            is_standing = reading.next < end and reading.seen_at == reading.next
+            if is_standing and not self._has_enough():
                 self._fill(place, reading, end)
             reading.seen_at = reading.next
 
@@ -222,8 +232,7 @@ class FaustConsumer:
         found, proven = self._read(place, reading.next, end)
         self.metrics["gaps"] += 1
         self.metrics["gap_records"] += len(found)
-        behind = [r for r in reading.waiting if r.offset >= proven]
-        reading.waiting, reading.proven = deque([*found, *behind]), proven
+        reading.waiting, reading.proven = reading.waiting.behind(found, proven), proven
 
     def _read(self, place: Partition, start: int, end: int) -> tuple[list[Record], int]:
         """Records from `start` on, and the offset up to which the log has no others.
@@ -236,8 +245,13 @@ class FaustConsumer:
         self._reader.assign({place: start})
         records: list[Record] = []
         deadline = time.monotonic() + _GAP_TIMEOUT_S
-        while (reached := self._reader.positions()[place]) < end and len(records) < _GAP_RECORDS:
-            records += self._reader.poll(_GAP_RECORDS, _GAP_POLL_MS)
+        num_bytes = 0
+        while (reached := self._reader.positions()[place]) < end:
+            if len(records) >= _GAP_RECORDS or num_bytes >= CAPACITY_BYTES:
+                break
+            more = self._reader.poll(_GAP_CHUNK, _GAP_POLL_MS)
+            records += more
+            num_bytes += sum(map(size_of, more))
             if time.monotonic() > deadline:
                 raise LogUnavailable(
                     f"{place.topic}[{place.partition}]@{start}: a gap up to {end} could not be "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrft.schemas.errors import LogError
 from streamrft.streams.faust.consumer import FaustConsumer
-from streamrft.streams.faust.exchange import CAPACITY, Exchange
+from streamrft.streams.faust.exchange import CAPACITY, CAPACITY_BYTES, Exchange
 from streamrft.streams.faust.membership import HostedFaust
 from streamrft.streams.log import Limits, Log, Partition, Record, TopicSpec, open_log
 
@@ -160,6 +160,25 @@ def test_faust_waits_while_the_worker_has_enough(log):
         assert not exchange.is_full
         exchange.put(record("a", 0, i))
     assert exchange.is_full
+
+
+def test_a_few_large_records_are_enough(log):
+    consumer, exchange = reading(log)
+    large = record("a", 0, 0)._replace(value=bytes(CAPACITY_BYTES // 4))
+    for i in range(4):
+        assert not exchange.is_full
+        exchange.put(large._replace(offset=i))
+    assert exchange.is_full
+    assert [r.offset for r in consumer.poll(1)] == [0]
+    assert not exchange.is_full
+    for i in range(4, 8):
+        exchange.put(large._replace(offset=i))
+    assert [r.offset for r in consumer.poll(1)] == [1]
+    assert not exchange.is_full, "three quarters wait: there was room"
+    for i in range(8, 12):
+        exchange.put(large._replace(offset=i))
+    consumer.poll(1)
+    assert exchange.is_full, "the worker takes no more until it has handed these out"
 
 
 def test_topics_with_different_partitions_are_refused(log):
