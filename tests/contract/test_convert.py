@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_save import DTYPES, HEADS, WORLD_SIZES
+from sharded_save import DTYPES, HEADS, WORLD_SIZES, as_if_on_gpu
 from transformers import AutoModelForCausalLM
 
 from streamrft.deploy.cli import main
@@ -93,6 +93,14 @@ def test_shards_of_a_mesh_of_two_dimensions_are_put_together(
     folder = Path(shutil.copytree(saves / "tied-float32" / mesh, tmp_path / "job"))
     assert convert(folder) == 0
     assert torch.equal(logits(hf(folder)), logits(saves / "tied-float32" / "base"))
+
+
+def test_sharded_tensors_saved_on_gpus_need_none(saves: Path, job: Callable[..., Path]) -> None:
+    folder = job()
+    for rank in range(3):
+        as_if_on_gpu(shard(folder, rank))
+    assert convert(folder, "-s", 1) == 0
+    assert torch.equal(logits(hf(folder)), logits(saves / "untied-float32" / "base"))
 
 
 # --- what is asked for
