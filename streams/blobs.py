@@ -44,7 +44,7 @@ def open_storage(uri: str) -> tuple[Any, str]:
 
     Raises:
         MissingExtra: its package is not installed. ConfigError: no such scheme, or an s3:// URI
-            without keys in the environment.
+            without keys, or with an address that is none, in the environment.
     """
     try:
         found = url_to_fs(uri)
@@ -53,7 +53,7 @@ def open_storage(uri: str) -> tuple[Any, str]:
     except ValueError as error:
         raise UnknownScheme(f"{uri}: {error}") from error
     if uri.startswith("s3://"):
-        _demand_keys(uri)
+        _check_environment()
     return found
 
 
@@ -189,16 +189,25 @@ def _says_gone(error: Exception) -> bool:
 
 
 @cache
-def _demand_keys(uri: str) -> None:
-    """Ask botocore's whole chain once: environment, files, then the machine's role."""
+def _check_environment() -> None:
+    """Ask botocore's whole chain once: environment, files, then the machine's role.
+
+    A wrong address would otherwise come up with each object, as if its own name were wrong.
+    """
     from botocore.session import get_session
 
     session = get_session()
     if session.get_credentials() is None:
         raise ConfigError(
-            f"{uri}: no keys for S3. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the "
-            "environment, and AWS_ENDPOINT_URL for a store that is not Amazon's."
+            "no keys for S3. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, "
+            "and AWS_ENDPOINT_URL for a store that is not Amazon's."
         )
+    try:
+        session.create_client("s3")
+    except ValueError as error:
+        raise ConfigError(
+            f"no way to S3: {error}. AWS_ENDPOINT_URL is such as http://host:8333."
+        ) from error
 
 
 def _replace(path: Path, content: bytes) -> None:

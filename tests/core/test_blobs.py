@@ -14,7 +14,7 @@ from streamrft.schemas.errors import (
     StorageGone,
     StorageUnavailable,
 )
-from streamrft.schemas.events import Sequence, Trajectory, Turn
+from streamrft.schemas.events import Claim, Sequence, Trajectory, Turn
 from streamrft.streams import blobs
 
 
@@ -174,24 +174,47 @@ def test_claim_survives_a_change_of_other_fields(tmp_path):
     assert blobs.resolve(moved).branch == "main.3"
 
 
-def test_s3_without_keys_says_which_to_set(monkeypatch, tmp_path):
-    pytest.importorskip("s3fs")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(ConfigError, match="^s3://bucket/a: no keys.*AWS_ACCESS_KEY_ID.*AWS_ENDPO"):
-        blobs.read_bytes("s3://bucket/a")
-
-
-def test_s3_that_is_away_is_a_retriable_error_with_the_address(monkeypatch):
+@pytest.fixture
+def s3(monkeypatch):
+    """Keys and an address at which nobody is, told to a process that has not looked yet."""
     s3fs = pytest.importorskip("s3fs")
+    blobs._check_environment.cache_clear()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    yield
+    blobs._check_environment.cache_clear()
+
+
+def test_s3_without_keys_says_which_to_set(s3, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match="^no keys for S3.*AWS_ACCESS_KEY_ID.*AWS_ENDPO"):
+        blobs.read_bytes("s3://bucket/a")
+
+
+def test_s3_whose_address_is_none_is_no_reason_to_give_an_object_up(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "s3.local:9000")
+    with pytest.raises(ConfigError, match=r"Invalid endpoint: s3\.local:9000.*AWS_ENDPOINT_URL"):
+        blobs.read_bytes("s3://b/a")
+    claim = Claim(uri="s3://b/a", sha256="0" * 64, size_bytes=1)
+    claimed = msgspec.structs.replace(long_trajectory(), sequences=[], claim=claim)
+    with pytest.raises(StorageUnavailable, match="Invalid endpoint"):
+        blobs.resolve(claimed)
+
+
+def test_s3_is_asked_for_its_keys_once_and_not_for_each_object(s3):
+    for i in range(3):
+        blobs.open_storage(f"s3://b/claims/{i}")
+    assert blobs._check_environment.cache_info().misses == 1
+
+
+def test_s3_that_is_away_is_a_retriable_error_with_the_address(s3):
     for call in (lambda: blobs.read_bytes("s3://b/a"), lambda: blobs.write_bytes("s3://b/a", b"")):
         with pytest.raises(StorageUnavailable, match="s3://b/a: cannot be .*127.0.0.1:1") as caught:
             call()
