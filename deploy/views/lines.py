@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...schemas import codec, plain
@@ -27,7 +28,7 @@ from .place import Place, catalogue_name, opened
 from .sentences import sentence
 
 _POLL_MS = 200
-_LAST = 10
+_LAST, _FURTHER = 10, 4
 _CHUNK_BYTES = 1 << 16
 
 
@@ -88,14 +89,24 @@ def _last(
     """Records up to the present end, oldest first; `consumer` then stands at that end."""
     name = place.stage.topics.name(topic)
     info = place.log.describe([name])[name]
-    begin = {
-        Partition(name, p): _begin(first, info.end[p], start, limit)
-        for p, first in info.begin.items()
-    }
-    consumer.assign(begin)
-    records = list(drain(place.log, consumer))
+    back = limit
+    while True:
+        begin = {p: _begin(first, info.end[p], start, back) for p, first in info.begin.items()}
+        consumer.assign({Partition(name, p): offset for p, offset in begin.items()})
+        records = list(drain(place.log, consumer))
+        if not back or start is not None or _is_enough(records, begin, info.begin, limit or 0):
+            break
+        back *= _FURTHER
     records.sort(key=lambda r: (r.timestamp_ms, r.partition, r.offset))
     return records if limit is None else records[len(records) - min(limit, len(records)) :]
+
+
+def _is_enough(
+    records: Sequence[Record], begin: Mapping[int, int], firsts: Mapping[int, int], limit: int
+) -> bool:
+    """Whether each partition gave what was asked; offsets of markers and gaps are no records."""
+    found = Counter(r.partition for r in records)
+    return all(at == firsts[p] or found[p] >= limit for p, at in begin.items())
 
 
 def _begin(first: int, end: int, start: int | None, limit: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from cli_run import CONFIG, Cli, append, cli_with_topics, failed, new_cli, traje
 from waiting import until
 
 from streamrft.deploy.cli import main
+from streamrft.deploy.plan import plan
+from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import partition_for
 
@@ -168,6 +171,22 @@ def produce(cli: Cli, topic: str, text: str) -> tuple[int, str, str]:
     path = cli.config.parent / "lines.jsonl"
     path.write_text(text)
     return cli.run("produce", topic, "--file", str(path))
+
+
+def test_the_last_records_are_told_where_markers_of_transactions_follow(unstarted, kafka_url):
+    unstarted.change(name=f"tail-{secrets.token_hex(4)}", event_log={"url": kafka_url})
+    run = plan(unstarted.config)
+    stage, log = run.stage(None), run.open_log()
+    log.ensure_topics(run.topic_specs(stage))
+    producer = log.producer()
+    for number in range(5):
+        reward = ev.Reward(**{**REWARD, "event_id": f"r{number}"})
+        with producer.transaction():
+            producer.send(stage.topics.name("rewards"), codec.encode(reward), key=b"rows.0")
+    log.close()
+    for num in (1, 3, 100):
+        lines = unstarted.lines("tail", "rewards", "--json", "-n", str(num))
+        assert [line["event"]["event_id"] for line in lines] == [f"r{i}" for i in range(5)][-num:]
 
 
 def test_produce_reads_standard_input_as_it_comes(cli: Cli) -> None:
