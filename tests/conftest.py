@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 from kafka_broker import Broker
 from small_run import SmallRun
+
+from streamrft.schemas import codec
 
 # processes of one test share the cores, and torch reads this when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +42,23 @@ def kafka_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     broker = Broker(tmp_path_factory.mktemp("kafka")).start()
     yield broker.url
     broker.stop()
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Add a schema to the history, as a release does."""
+    here = tmp_path / "schemas"
+    shutil.copytree(Path(codec.__file__).parent, here)
+    monkeypatch.setattr(codec, "_HERE", here)
+
+    def add(schema: dict[str, Any]) -> None:
+        name = f"{schema['name']}.{codec.fingerprint_of(schema).hex()}.avsc"
+        (here / "history" / name).write_text(json.dumps(schema))
+        codec._schemas.cache_clear()
+
+    codec._schemas.cache_clear()
+    yield add
+    codec._schemas.cache_clear()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -161,23 +160,6 @@ def test_a_reward_refused_for_its_clock_counts_once_its_time_is_allowed(cli, run
     assert is_balanced(cli)
 
 
-@pytest.fixture
-def upgrade(tmp_path, monkeypatch):
-    """Make a schema known, as a release does."""
-    here = tmp_path / "schemas"
-    shutil.copytree(Path(codec.__file__).parent, here)
-    monkeypatch.setattr(codec, "_HERE", here)
-
-    def add(schema: dict[str, Any]) -> None:
-        name = f"{schema['name']}.{codec.fingerprint_of(schema).hex()}.avsc"
-        (here / "history" / name).write_text(json.dumps(schema))
-        codec._schemas.cache_clear()
-
-    codec._schemas.cache_clear()
-    yield add
-    codec._schemas.cache_clear()
-
-
 def of_tomorrow(event: ev.Event) -> tuple[dict[str, Any], bytes]:
     """A schema with one more field, and the event written with it."""
     schema = codec.schema_of(type(event))
@@ -188,15 +170,15 @@ def of_tomorrow(event: ev.Event) -> tuple[dict[str, Any], bytes]:
     return schema, codec.MARKER + codec.fingerprint_of(schema) + out.getvalue()
 
 
-def test_records_of_a_newer_schema_come_back_after_the_upgrade(cli, run, upgrade):
+def test_records_of_a_newer_schema_come_back_after_the_upgrade(cli, run, release):
     newer, trajectory = of_tomorrow(traj("g1:0:a", size=2, at=now_ms()))
     other, reward = of_tomorrow(rew("g1:1:a", 2.0, at=now_ms()))
     run.send(traj("g1:1:a", size=2, at=now_ms()))
     refuse(run, ("trajectories", trajectory), ("rewards", reward))
     assert {"fingerprint" in letter["error"] for letter in letters(cli)} == {True}
     assert is_balanced(cli)
-    upgrade(newer)
-    upgrade(other)
+    release(newer)
+    release(other)
     assert is_balanced(cli), "the record can be read now, but is still only a dead letter"
     code, out, _ = cli.run("dead-letters", "replay", "--error", "fingerprint")
     assert code == 0 and len(out.splitlines()) == 2

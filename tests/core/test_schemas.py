@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -170,37 +169,21 @@ def reads_today(old: dict[str, Any]) -> bool:
     return set(record) == {f["name"] for f in old["fields"]}
 
 
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    """Add a schema to the history, as a release would."""
-    here = tmp_path / "schemas"
-    shutil.copytree(Path(codec.__file__).parent, here)
-    monkeypatch.setattr(codec, "_HERE", here)
-
-    def add(schema: dict[str, Any]) -> None:
-        name = f"{schema['name']}.{codec.fingerprint_of(schema).hex()}.avsc"
-        (here / "history" / name).write_text(json.dumps(schema))
-        codec._schemas.cache_clear()
-
-    yield add
-    codec._schemas.cache_clear()
-
-
-def test_record_from_before_a_field_existed_gets_its_default(keep):
+def test_record_from_before_a_field_existed_gets_its_default(release):
     old = codec.schema_of(events.Task)
     old["fields"] = [f for f in old["fields"] if f["name"] != "reward_fn"]
     with pytest.raises(codec.UndecodableRecord, match="unknown schema fingerprint"):
         codec.decode(written_under(old), events.Task)
-    keep(old)
+    release(old)
     assert codec.decode(written_under(old), events.Task).reward_fn == ""
     assert reads_today(old)
 
 
-def test_record_with_a_nested_field_since_removed_is_still_read(keep):
+def test_record_with_a_nested_field_since_removed_is_still_read(release):
     old = codec.schema_of(events.Cut)
     members = next(f for f in old["fields"] if f["name"] == "members")
     members["type"]["items"]["fields"].append({"name": "weight", "type": "double", "default": 1.0})
-    keep(old)
+    release(old)
     assert codec.decode(written_under(old), events.Cut).members == []
     assert reads_today(old)
 
