@@ -85,8 +85,8 @@ class Exchange:
 
     def noted(self) -> dict[Partition, int]:
         """What `note` said since the last call."""
-        noted, self._noted = self._noted, {}
-        return noted
+        # one by one, so that none is lost which the other thread adds meanwhile
+        return dict(self._noted.popitem() for _ in range(len(self._noted)))
 
     @property
     def assigned(self) -> frozenset[Partition]:
@@ -106,4 +106,4 @@ class Exchange:
 
     def note(self, positions: Mapping[Partition, int]) -> None:
         """Say which offsets the group has reached."""
-        self._noted = {**self._noted, **positions}
+        self._noted.update(positions)
