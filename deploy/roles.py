@@ -204,7 +204,8 @@ def _log_to_stderr(run: Run) -> None:
     logging.captureWarnings(True)
     # libraries below tell every request and compilation at INFO
     noisy = "httpx urllib3 filelock fsspec datasets torch botocore aiobotocore"
-    for name in noisy.split():
+    fausts = "faust mode aiokafka streamrft.streams.faust"  # ours under the names of modules
+    for name in f"{noisy} {fausts}".split():
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -16,8 +16,9 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import faust
+from click import ClickException
 
-from ..schemas.errors import ConfigError
+from ..schemas.errors import ConfigError, StreamrftError
 from .faust.app import build
 from .faust.exchange import Exchange
 from .faust.membership import HostedFaust
@@ -66,6 +67,9 @@ def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for found in entry_points(group="streamrft.hosted", name="join"):
-        app = globals()["app"] = found.load()()
+        try:
+            app = globals()["app"] = found.load()()
+        except StreamrftError as error:  # Faust's command prints it, without where it was raised
+            raise ClickException(str(error)) from error
         return app
     raise ConfigError("streamrft is not installed: run `pip install streamrft[faust]`.")

@@ -91,6 +91,16 @@ def test_fausts_command_without_a_configuration_says_which_variable_is_missing(m
         hosted_join()
 
 
+def test_fausts_command_says_what_is_wrong_with_the_configuration_and_not_where_it_was_raised():
+    pytest.importorskip("faust")
+    told = {**os.environ, "STREAMRFT_CONFIG": "no-such.yaml"}
+    done = subprocess.run(
+        [sys.executable, *WORDS], env=told, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: no-such.yaml: no such file"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("url", "engine", "expected"),
     [
