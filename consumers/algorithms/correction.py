@@ -5,7 +5,7 @@ one sequence, float64 [n].
 
 Source: truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings
 you off-policy RL training", 2025; Liu et al., "When speed kills stability", 2025; decoupled PPO,
-arXiv:2110.00641, eq. 11: the weight of the proximal policy over the behaviour.
+arXiv:2110.00641: the weight of the proximal policy over the behaviour.
 """
 
 from __future__ import annotations

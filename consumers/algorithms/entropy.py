@@ -14,7 +14,7 @@ class EntropyBonus:
     """The loss falls by entropy_coef times the entropy a token, aggregated as the policy loss.
 
     With coefficient 0, Trinity's default, the entropy is not computed. Source: A3C,
-    arXiv:1602.01783, section 4.
+    arXiv:1602.01783.
     """
 
     entropy_coef: float = 0.0

@@ -85,8 +85,9 @@ class PolicyLoss(Protocol):
 
     A loss may also have `loss_agg_mode`, its own default of the aggregation; `needs_reference`,
     true where it reads ref_logprobs; `is_sequence_level`, true where its loss is one of the
-    sequence, repeated at every token, so that only seq-mean-token-mean gives the paper's mean; and
-    `splits_experts`, true where an expert's tokens and the policy's own have each their mean.
+    sequence, repeated at every token, so that only seq-mean-token-mean gives the paper's mean;
+    `is_paired`, true where it compares the two sequences of a pair; and `splits_experts`, true
+    where an expert's tokens and the policy's own have each their mean.
     """
 
     @property

@@ -39,6 +39,7 @@ class DeviceBatch:
         preferences = pairs = None
         if objective.preferences is not None:
             preferences = self._move(objective.preferences[rows])
+        if objective.is_paired:
             pairs = torch.arange(len(rows), device=self._device) // 2
         is_expert = None
         if objective.is_expert.any():

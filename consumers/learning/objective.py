@@ -33,7 +33,8 @@ class Objective:
         weights: float32 [N], of each token's loss in the total.
         active: int64, sequences whose loss is not 0 whatever the weights; others need no pass.
         is_expert: bool [S], an expert wrote it.
-        preferences: int64 [S], 1 wanted, -1 unwanted; a pair stands side by side. None elsewhere.
+        preferences: int64 [S], 1 wanted, -1 unwanted, None where nothing is preferred.
+        is_paired: a wanted sequence is followed by its unwanted partner.
         num_trained_examples: examples that have an advantage other than 0, where there is one.
         num_trained_tokens: their trained tokens.
     """
@@ -44,13 +45,14 @@ class Objective:
     active: Indices
     is_expert: npt.NDArray[np.bool_]
     preferences: Indices | None
+    is_paired: bool
     num_trained_examples: int
     num_trained_tokens: int
 
     def cuts(self, budget: int) -> list[Indices]:
         """The micro-batches: indices of sequences in `flat`. Partners of a pair stay together."""
         lengths = self.flat.lengths
-        if self.preferences is None:
+        if not self.is_paired:
             return [self.active[rows] for rows in plan(lengths[self.active], budget)]
         pairs = plan(lengths.reshape(-1, 2).max(axis=1), budget // 2)
         return [(2 * rows[:, None] + np.arange(2)).ravel() for rows in pairs]
@@ -71,6 +73,7 @@ def prepare(
     flat = flatten([s for _, s in chosen], recomputed=algorithm.recomputes_old)
     advantages = _spread([e for e, _ in kept], [v for _, v in kept])
     is_expert = np.array([e.is_expert for e, _ in chosen], bool)
+    is_paired = getattr(algorithm.policy_loss, "is_paired", False)
     num_trained = flat.num_trained
     horizon = max_tokens or int(num_trained.max(initial=1))
     weights = np.repeat(_weights(algorithm, num_trained, is_expert, horizon), num_trained)
@@ -85,7 +88,8 @@ def prepare(
         weights=weights.astype(np.float32),
         active=active,
         is_expert=is_expert,
-        preferences=_preferences([e for e, _ in chosen]),
+        preferences=_preferences([e for e, _ in chosen], is_paired=is_paired),
+        is_paired=is_paired,
         num_trained_examples=sum(n > 0 for n in lengths),
         num_trained_tokens=sum(lengths),
     )
@@ -228,13 +232,13 @@ def _weights(
     return weights
 
 
-def _preferences(examples: Sequence[TrainingExample]) -> Indices | None:
-    """[S], where an example has one sequence and every wanted one is followed by its partner."""
+def _preferences(examples: Sequence[TrainingExample], *, is_paired: bool) -> Indices | None:
+    """[S], of the example that each sequence is of."""
     found = np.array([e.preference for e in examples], np.int64)
-    if not found.any():
-        return None
-    assert (found.reshape(-1, 2) == (1, -1)).all(), "pairs stand side by side, the wanted one first"
-    return found
+    if is_paired:
+        halves = found.reshape(-1, 2)
+        assert (halves == (1, -1)).all(), "pairs stand side by side, the wanted one first"
+    return found if found.any() else None
 
 
 def _spread(examples: Sequence[TrainingExample], values: Sequence[Advantage]) -> Floats:

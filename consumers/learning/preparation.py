@@ -82,8 +82,7 @@ def penalised(
     """Each token's reward less coef times its KL to the reference, and the rewards that follow.
 
     The KL is that of the recorded log-probs to ref_logprobs. Siblings in the batch are compared
-    by their penalised rewards too. Source: RLHF, arXiv:1909.08593, eq. 2; InstructGPT,
-    arXiv:2203.02155, eq. 2.
+    by their penalised rewards too. Source: RLHF, arXiv:1909.08593; InstructGPT, arXiv:2203.02155.
     """
     if not examples:
         return [], {}

@@ -128,7 +128,10 @@ def test_gigpo_divides_by_the_unbiased_std_and_weighs_steps_by_omega():
 
 def test_gigpo_compares_states_within_a_group_only():
     first = gigpo_batch()
-    other = [dataclasses.replace(e, group_id="h") for e in gigpo_batch()]
+    other = [
+        dataclasses.replace(e, group_id="h", step_rewards=(9.0,) * len(e.sequences))
+        for e in gigpo_batch()
+    ]
     alone = ADVANTAGES.create("gigpo", {})(first)
     both = ADVANTAGES.create("gigpo", {})(first + other)
     for a, b in zip(alone, both[:3], strict=True):
@@ -199,7 +202,7 @@ def signals(examples: list[TrainingExample]) -> tuple[np.ndarray, np.ndarray]:
     return s, n - s
 
 
-def test_clipb_takes_bad_tokens_that_would_raise_the_entropy_most():
+def test_clipb_takes_bad_tokens_that_would_lower_the_entropy_most():
     examples = entropy_batch()
     s, _ = signals(examples)
     is_bad = np.repeat([False, True], 40)

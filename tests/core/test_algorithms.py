@@ -235,6 +235,44 @@ def test_algorithms_have_their_defaults():
         assert algorithm(name)
 
 
+# Trinity-RFT 0.6.0: advantage, policy loss, KL loss, entropy loss, group size
+TRINITY = """
+ppo                 ppo                ppo        k2    default  1
+grpo                grpo               ppo        k2    default  2
+grpo_verl           grpo               ppo        k2    default  2
+dapo                grpo               ppo        none  default  16
+reinforceplusplus   reinforceplusplus  ppo        k2    default  2
+rloo                rloo               ppo        k2    default  2
+opmd                opmd               opmd       k2    default  2
+asymre              asymre             opmd       none  none     2
+topr                reinforce          topr       k2    default  2
+cispo               grpo               cispo      k2    default  2
+gspo                grpo               gspo       k2    default  2
+sapo                grpo               sapo       k2    default  2
+sppo                opmd               sppo       none  none     2
+rec                 rec                rec        k2    default  2
+raft                -                  sft        none  none     1
+multi_step_grpo     step_wise_grpo     ppo        k2    default  8
+gigpo               gigpo              ppo        k2    default  8
+mix                 grpo               mix        k2    mix      8
+mix_chord           grpo               mix_chord  k2    mix      8
+on_policy_distill   on_policy_distill  ppo        none  none     8
+jsd                 jsd                ppo        none  none     8
+sft                 -                  sft        none  none     1
+cpt                 -                  sft        none  none     1
+dpo                 -                  dpo        k2    default  1
+"""
+
+
+@pytest.mark.parametrize("row", TRINITY.strip().splitlines())
+def test_an_algorithm_is_made_of_what_trinity_makes_it_of(row: str):
+    name, advantage, loss, kl, entropy, size = row.split()
+    kind = ALGORITHMS[name]
+    assert (kind.advantage_fn or "-", kind.policy_loss_fn) == (advantage, loss)
+    assert (kind.kl_loss_fn, kind.entropy_loss_fn) == (kl, entropy)
+    assert (kind.kl_penalty_fn, kind.repeat_times) == ("none", int(size))
+
+
 def test_the_catalogue_is_read_without_torch():
     program = "import sys, streamrft.consumers.algorithms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -77,7 +77,7 @@ def test_sppo_by_hand():
 
 
 def reference_gspo(logprobs: np.ndarray, t, low: float, high: float) -> float:
-    """Mean over sequences of the paper's objective, negated: eq. 5 and 7."""
+    """Mean over sequences of the paper's objective, negated."""
     total = 0.0
     for s in range(t.num_sequences):
         chosen = t.sequence.numpy() == s

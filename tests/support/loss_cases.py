@@ -153,7 +153,7 @@ def whole_loss(
         ref_logprobs=None if reference is None else at_trained(reference),
         is_expert=torch.tensor(objective.is_expert[sequence]),
         preferences=None if preferences is None else torch.tensor(preferences),
-        pairs=None if preferences is None else torch.arange(len(preferences)) // 2,
+        pairs=torch.arange(len(flat.lengths)) // 2 if objective.is_paired else None,
         step=step,
     )
     correction = flat.correction

@@ -47,7 +47,7 @@ def rloo() -> AdvantageFn:
 def remax() -> AdvantageFn:
     """A_i = r_i - b, b the reward of the greedy rollout of the same task.
 
-    Source: ReMax, arXiv:2310.10505, eq. 5.
+    Source: ReMax, arXiv:2310.10505.
     """
 
     def advantage(example: TrainingExample) -> float:
@@ -57,13 +57,14 @@ def remax() -> AdvantageFn:
     return lambda examples: [advantage(e) for e in examples]
 
 
+@ADVANTAGES.register("opmd_verl")
 @ADVANTAGES.register("opmd")
 @dataclass(frozen=True)
 class MirrorDescentAdvantage:
     """A_i = r_i - b; b is mean(r), or tau log(mean(exp(r / tau))); a group of one keeps its reward.
 
     Source: OPMD, appendix A of Trinity-RFT, arXiv:2505.17826; Kimi k1.5, arXiv:2501.12599,
-    eq. 3 for the log-mean-exp.
+    for the log-mean-exp.
     """
 
     opmd_baseline: Literal["mean", "logavgexp"] = "mean"
@@ -91,13 +92,14 @@ class MirrorDescentAdvantage:
         return float(self.tau * (top + np.log(np.mean(np.exp(scaled - top)))))
 
 
+@ADVANTAGES.register("asymre_verl")
 @ADVANTAGES.register("asymre")
 @dataclass(frozen=True)
 class AsymmetricAdvantage:
     """A_i = r_i - (mean(r) + baseline_shift); a group of one keeps its reward.
 
     A shift below 0 raises every advantage, so off-policy failures push less than successes pull.
-    Source: AsymRE, arXiv:2506.20520, section 4.
+    Source: AsymRE, arXiv:2506.20520.
     """
 
     baseline_shift: float = -0.1
@@ -122,7 +124,7 @@ class RecAdvantage:
             are not, and takes the statistics of the others. Trinity chooses whom at random; here
             the last slots go, so that a step can be trained again.
 
-    A group of one keeps its reward. Source: REC, arXiv:2509.24203, section 4.
+    A group of one keeps its reward. Source: REC, arXiv:2509.24203.
     """
 
     epsilon: float = 1e-6

@@ -19,7 +19,7 @@ class DistillationAdvantage:
     """A_t = kl_coef (log q(y_t) - log p(y_t)), q the teacher, p the policy that wrote the token.
 
     The policy gradient of the reverse KL(p || q). Source: on-policy distillation, GKD,
-    arXiv:2306.13649; MiniLLM, arXiv:2306.08543, eq. 2.
+    arXiv:2306.13649; MiniLLM, arXiv:2306.08543.
     """
 
     kl_coef: float = 1.0
@@ -39,7 +39,7 @@ class JensenShannonAdvantage:
 
     JSD_t = lambda q log(q / m) + (1 - lambda) p log(p / m) with m = lambda q + (1 - lambda) p,
     p = p(y_t) of the policy and q = q(y_t) of the teacher. It is 0 where they agree and where
-    lambda is 0 or 1. Source: GKD, arXiv:2306.13649, eq. 1.
+    lambda is 0 or 1. Source: GKD, arXiv:2306.13649.
 
     Args:
         lambda_coef: the teacher's share of the mixture, 0 to 1.

@@ -4,7 +4,7 @@ With p = pi(y_t), H the entropy and S_t = p (H + log p): the first-order change 
 token t is made likelier is -S_t times the step, so S_t far below or above its mean is a token that
 would move it. All of the policy that is trained, before the step.
 
-Source: "On the entropy dynamics in reinforcement fine-tuning", arXiv:2602.03392.
+Source: arXiv:2602.03392.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class GroupAdvantage:
             batch; filtered siblings keep their reward.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; batch level: arXiv:2508.08221; rank:
-    He et al., "Rewarding the unlikely", arXiv:2506.02355, eq. 3.
+    He et al., "Rewarding the unlikely", arXiv:2506.02355.
     """
 
     epsilon: float = 1e-6

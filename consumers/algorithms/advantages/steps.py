@@ -69,7 +69,7 @@ class GroupInGroupAdvantage:
     (x - mean) / (scale + epsilon), where scale is 1 or with fnorm std the unbiased std; one alone
     is x in A_E and 0 in A_S.
 
-    Source: GiGPO, arXiv:2505.10978, eq. 4 to 8.
+    Source: GiGPO, arXiv:2505.10978.
     """
 
     omega: float = 1.0

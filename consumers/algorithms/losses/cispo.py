@@ -17,7 +17,7 @@ class CispoLoss:
         enable_mask_clip: leave out tokens with r above 1 + mask_clip_range_high and A > 0, or
             below 1 - mask_clip_range_low and A < 0, as PPO's clip would.
 
-    Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5, and eq. 7 for the mask.
+    Source: CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1.
     """
 
     clip_range_low: float = 1.0

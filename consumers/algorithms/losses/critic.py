@@ -17,7 +17,7 @@ def value_losses(
         returns: [N], advantage before whitening plus old value.
         cliprange_value: c, veRL's default.
 
-    Source: the clipped value loss of PPO's code, Engstrom et al., arXiv:2005.12729, section 3.
+    Source: the clipped value loss of PPO's code, Engstrom et al., arXiv:2005.12729.
     """
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2

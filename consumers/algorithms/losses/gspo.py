@@ -19,7 +19,7 @@ class GspoLoss:
     Every token has the value of s and, by a stop-gradient, its own part of the gradient:
     s_t = sg(s) exp(logp_t - sg(logp_t)).
 
-    Source: GSPO, arXiv:2507.18071, eq. 5 to 7, and eq. 14 for the tokens.
+    Source: GSPO, arXiv:2507.18071, section 4, and its GSPO-token for the gradient.
     """
 
     clip_range_low: float = 3e-4

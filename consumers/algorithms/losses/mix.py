@@ -23,7 +23,7 @@ from .sft import SftPhiLoss
 class MixLoss:
     """(1 - mu) PPO of own tokens, mu (-logp) of an expert's.
 
-    Source: MIX of Trinity-RFT, arXiv:2505.17826, section 3.2; PPO, arXiv:1707.06347.
+    Source: MIX of Trinity-RFT, arXiv:2505.17826; PPO, arXiv:1707.06347.
     """
 
     mu: float = 0.1
@@ -54,7 +54,7 @@ class ChordLoss:
     Args:
         enable_phi_function: false takes -logp of an expert's tokens, not -sg(p (1 - p)) logp.
 
-    Source: CHORD, arXiv:2508.11408, eq. 3 and 6.
+    Source: CHORD, arXiv:2508.11408.
     """
 
     mu_warmup_steps: int = 0

@@ -38,6 +38,7 @@ class DpoLoss:
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     is_zero_without_advantage = False
     is_sequence_level = True
+    is_paired = True
     needs_reference = True
     loss_agg_mode = "seq-mean-token-mean"
 
@@ -91,7 +92,7 @@ class KtoLoss:
     Args:
         desirable_weight: w of wanted sequences; undesirable_weight: of the others.
 
-    Source: KTO, arXiv:2402.01306, eq. 8.
+    Source: KTO, arXiv:2402.01306.
     """
 
     beta: float = 0.1

@@ -47,7 +47,7 @@ class ToprLoss:
     """-sg(a) A logp, a = 1 where A > advantage_threshold, else r clipped to [0, 1].
 
     r = exp(logp - old_logp) of the token, as in Trinity; the paper's is of the whole sequence.
-    Source: TOPR, arXiv:2503.14286, eq. 8.
+    Source: TOPR, arXiv:2503.14286.
     """
 
     advantage_threshold: float = 0.0

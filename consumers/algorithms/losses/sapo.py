@@ -22,7 +22,7 @@ class SapoLoss:
     Args:
         tau_pos: for A > 0; tau_neg: for the others, not below tau_pos.
 
-    Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
+    Source: SAPO, arXiv:2511.20347.
     """
 
     tau_pos: float = 1.0

@@ -32,7 +32,7 @@ class SftLoss:
 class SftImportanceLoss:
     """-sg(p) logp, p = exp(logp): the expert as a policy of probability 1.
 
-    Source: CHORD, arXiv:2508.11408, eq. 4.
+    Source: CHORD, arXiv:2508.11408.
     """
 
     is_zero_without_advantage = False
@@ -50,7 +50,7 @@ class SftPhiLoss:
     Args:
         cutoff_prob: tokens of a larger p have no gradient.
 
-    Source: CHORD, arXiv:2508.11408, eq. 6.
+    Source: CHORD, arXiv:2508.11408.
     """
 
     cutoff_prob: float = 1.0

@@ -14,7 +14,7 @@ from ..tokens import TokenLoss, Tokens
 class SppoLoss:
     """-A log(r) where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0; r = exp(logp - old_logp).
 
-    Source: functional mirror ascent, sPPO, arXiv:2108.05828, section 4.2.
+    Source: functional mirror ascent, sPPO, arXiv:2108.05828.
     """
 
     epsilon: float = 0.3

@@ -1,0 +1,155 @@
+"""Algorithms that wait for a source train as soon as a batch brings what they read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_learner import group, learner, mixed, weights_of, with_logprobs
+
+from streamrft.consumers.algorithms import catalogue
+from streamrft.consumers.learning.examples import TrainingExample
+from streamrft.consumers.learning.learner import Learner
+
+Examples = list[TrainingExample]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def everything_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "SOURCES", {})
+
+
+def with_teacher(examples: Examples) -> Examples:
+    rng = np.random.default_rng(1)
+    return [
+        dataclasses.replace(
+            e,
+            sequences=tuple(
+                dataclasses.replace(
+                    s, teacher_logprobs=-rng.exponential(size=len(s.tokens)).astype(np.float32)
+                )
+                for s in e.sequences
+            ),
+        )
+        for e in examples
+    ]
+
+
+def with_states(examples: Examples) -> Examples:
+    return [dataclasses.replace(e, step_rewards=(e.reward,), state_hashes=("s",)) for e in examples]
+
+
+def with_baseline(examples: Examples) -> Examples:
+    return [dataclasses.replace(e, baseline_reward=0.1) for e in examples]
+
+
+def with_experts(examples: Examples) -> Examples:
+    return [dataclasses.replace(e, is_expert=i % 4 == 3) for i, e in enumerate(examples)]
+
+
+def with_preferences(examples: Examples) -> Examples:
+    return [
+        dataclasses.replace(e, preference=1 if i % 2 == 0 else -1) for i, e in enumerate(examples)
+    ]
+
+
+def with_verdicts(examples: Examples) -> Examples:
+    """Unpaired: three of four are wanted."""
+    return [
+        dataclasses.replace(e, preference=-1 if i % 4 == 1 else 1) for i, e in enumerate(examples)
+    ]
+
+
+DATA: dict[str, Callable[[Examples], Examples]] = {
+    "remax": with_baseline,
+    "gigpo": with_states,
+    "mix": with_experts,
+    "mix_chord": with_experts,
+    "on_policy_distill": with_teacher,
+    "jsd": with_teacher,
+    "dpo": with_preferences,
+    "kto": with_verdicts,
+}
+
+
+def test_the_table_above_has_all_that_wait():
+    waiting = {n for n, kind in catalogue.ALGORITHMS.items() if catalogue.awaited_source(kind)}
+    assert DATA.keys() == waiting
+
+
+def batch(one: Learner, name: str) -> Examples:
+    """Twelve sequences of 4 to 40 tokens, none without a trained one, and what `name` reads."""
+    return DATA[name](with_logprobs(mixed(), one.model))
+
+
+@pytest.mark.usefixtures("everything_delivered")
+@pytest.mark.parametrize("name", sorted(DATA))
+def test_it_trains_however_the_batch_is_cut(tiny_model_dir: Path, name: str):
+    norms = []
+    for budget in (1, 8192):
+        one = learner(tiny_model_dir, algorithm_type=name, max_tokens_per_microbatch=budget)
+        before = weights_of(one)
+        metrics = one.step(batch(one, name), step=1)
+        assert all(math.isfinite(v) for v in metrics.values())
+        assert metrics["actor/skipped_updates"] == 0.0 and weights_of(one) != before
+        norms.append(metrics["actor/grad_norm"])
+    assert norms[0] > 0 and norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.usefixtures("everything_delivered")
+def test_dpo_moves_the_policy_to_what_was_preferred(tiny_model_dir: Path):
+    """At the reference every h is 0: the loss is ln 2 and nothing is right yet."""
+    one = learner(tiny_model_dir, algorithm_type="dpo")
+    pairs = with_preferences(group([[0, 0, 1, 1], [0, 0, 1, 1, 1]] * 2, (0.0,) * 4))
+    seen = [one.step(pairs, step=i + 1) for i in range(8)]
+    assert seen[0]["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert seen[0]["actor/reward_accuracy"] == 0.0
+    assert seen[-1]["actor/pg_loss"] < 0.6 and seen[-1]["actor/reward_accuracy"] > 0.999
+    assert seen[-1]["actor/chosen_reward"] > seen[-1]["actor/rejected_reward"]
+    assert seen[-1]["actor/reward_margin"] == pytest.approx(
+        seen[-1]["actor/chosen_reward"] - seen[-1]["actor/rejected_reward"], abs=1e-4
+    )
+
+
+@pytest.mark.usefixtures("everything_delivered")
+def test_distillation_draws_the_policy_to_its_teacher(tiny_model_dir: Path):
+    """The teacher likes what slot 0 wrote and dislikes what slot 1 wrote."""
+    one = learner(tiny_model_dir, algorithm_type="on_policy_distill", lr=3e-3)
+    examples = group([[0, 1, 1, 1], [0, 1, 1, 1]], (0.0, 0.0))
+
+    def taught() -> Examples:
+        logged = with_logprobs(examples, one.model)
+        return [
+            dataclasses.replace(
+                e,
+                sequences=tuple(
+                    dataclasses.replace(s, teacher_logprobs=np.full(4, (-1.0, -9.0)[i], np.float32))
+                    for s in e.sequences
+                ),
+            )
+            for i, e in enumerate(logged)
+        ]
+
+    def means() -> list[float]:
+        logged = with_logprobs(examples, one.model)
+        return [float(e.sequences[0].logprobs[1:].mean()) for e in logged]
+
+    before = means()
+    for step in range(1, 6):
+        one.step(taught(), step=step)
+    after = means()
+    assert after[0] > before[0] + 0.1 and after[1] < before[1] - 0.1

@@ -1,0 +1,57 @@
+"""Algorithms with state or passes of their own, in whole runs on the embedded log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from small_run import SmallRun
+
+from streamrft.schemas import events as ev
+
+PPO = {"algorithm_type": "ppo", "kl_loss_fn": "k2"}
+CORRECTED = {
+    "algorithm_type": "gspo",
+    "kl_penalty_fn": "k1",
+    "rollout_correction": {
+        "rollout_is": "token",
+        "rollout_rs": "seq_mean_k2",
+        "rollout_rs_threshold": 0.5,
+    },
+}
+
+
+def metrics_of(run: SmallRun) -> list[dict[str, float]]:
+    steps = sorted(run.events("train_steps", ev.TrainStep), key=lambda s: s.step)
+    return [dict(s.metrics) for s in steps]
+
+
+def test_a_killed_trainer_goes_on_with_the_same_critic(
+    small_run: Callable[..., SmallRun], tmp_path: Path
+) -> None:
+    whole, killed = small_run({"algorithm": PPO}), small_run({"algorithm": PPO})
+    whole.finish()
+    marker = tmp_path / "killed"
+    killed.finish(STREAMRFT_KILL_AT=f"trainer.step_done@3={marker}")
+    assert marker.exists()
+    killed.check_whole()
+    assert killed.final_digest() == whole.final_digest()
+    for metrics in metrics_of(whole):
+        assert {"critic/vf_loss", "critic/vpred_mean", "actor/kl_loss"} <= metrics.keys()
+        assert all(math.isfinite(v) for v in metrics.values())
+    assert metrics_of(whole)[-1]["critic/vpred_mean"] != 0.0
+
+
+def test_a_corrected_run_trains_and_says_how_far_engine_and_trainer_are_apart(
+    small_run: Callable[..., SmallRun],
+) -> None:
+    run = small_run({"algorithm": CORRECTED}, steps=2)
+    run.finish()
+    run.check_whole()
+    for metrics in metrics_of(run):
+        assert {"rollout_corr/rollout_is_mean", "critic/kl"} <= metrics.keys()
+        assert metrics["actor/skipped_updates"] == 0.0
+        assert metrics["actor/logprob_gap_max"] < 1e-3
+        assert abs(metrics["actor/logprob_gap_kl"]) < 1e-4
+        assert metrics["sample/unusable"] == 0.0
