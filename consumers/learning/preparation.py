@@ -34,13 +34,11 @@ def usable(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
         if all(map(math.isfinite, rewards)):
             kept.append(example)
             continue
-        index = sum(math.isfinite(r) for r in rewards[: max(0, example.group_slot_index)])
-        finite = tuple(r for r in rewards if math.isfinite(r))
-        kept.append(
-            dataclasses.replace(example, group_rewards=finite, group_slot_index=index)
-            if example.group_slot_index >= 0
-            else dataclasses.replace(example, group_rewards=finite)
-        )
+        index = example.group_slot_index
+        if index >= 0:
+            index = sum(map(math.isfinite, rewards[:index]))
+        finite = tuple(filter(math.isfinite, rewards))
+        kept.append(dataclasses.replace(example, group_rewards=finite, group_slot_index=index))
     return kept
 
 
