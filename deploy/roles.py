@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..schemas.errors import ConfigError
+from ..streams.faust.membership import THREAD as FAUST_THREAD
 from ..streams.process import Process
 from .handover import with_model
 from .parent import die_with_parent
@@ -40,7 +42,15 @@ def role_command(args: argparse.Namespace) -> int:
     _log_to_stderr(run)
     name = args.name or own_name(args.command)
     run_role(run, stage, args.command, name)
+    _leave_threads()
     return 0
+
+
+def _leave_threads() -> None:
+    """End at once where a thread of Faust was left behind: Python's own end may wait for it."""
+    if any(thread.name == FAUST_THREAD for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(0)
 
 
 def own_name(command: str) -> str:

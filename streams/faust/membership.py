@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("streamrft")
 
+THREAD = "faust"
 _START_S, _STOP_S = 60.0, 3.0
 _LOOK_S, _RESTART_S = 0.5, 1.0
 
@@ -72,7 +73,7 @@ class EmbeddedFaust:
     def start(self, topics: Sequence[str]) -> None:
         """See `Membership.start`."""
         self._topics, self._failure = topics, None
-        self._thread = threading.Thread(target=self._main, name="faust", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=THREAD, daemon=True)
         self._thread.start()
 
     def check(self) -> None:

@@ -27,7 +27,9 @@ from .producer import Fence, KafkaProducer
 from .reader import ExactReader
 from .roles import Roles
 from .topics import Topics
-from .writers import Idempotent, Transactional
+from .writers import ONLY_ERRORS, Idempotent, Transactional
+
+_SUCCESSION_S = 3.0
 
 
 class KafkaLog:
@@ -103,10 +105,11 @@ class KafkaLog:
     def successor(self, name: str) -> KafkaProducer:
         """A writer under a name: whoever had it before is fenced, what it left open is aborted.
 
-        For a process that knows from elsewhere that it is the one to write.
+        For a process that knows from elsewhere that it is the one to write, in transactions only.
         """
+        settings = {**self._cluster.options.member_transactions, **ONLY_ERRORS}
         with self._cluster.faults.explained(f"transactions of {name!r}"):
-            writer = Transactional(self._cluster, name)
+            writer = Transactional(self._cluster, name, settings, _SUCCESSION_S)
         return KafkaProducer(
             self._cluster,
             self._topics,

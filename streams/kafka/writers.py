@@ -133,14 +133,18 @@ class Transactional:
     """
 
     def __init__(
-        self, cluster: Cluster, transactional_id: str, settings: Mapping[str, Any] | None = None
+        self,
+        cluster: Cluster,
+        transactional_id: str,
+        settings: Mapping[str, Any] | None = None,
+        patience_s: float = _OUTCOME_S,
     ) -> None:
         """Take the id: open transactions of its last user are aborted, that user is fenced."""
         self._cluster, self.id = cluster, transactional_id
         self.is_lost = self.is_fenced = False
         self._is_silent = ONLY_ERRORS.items() <= (settings or {}).items()
         self._client = cluster.producer({"transactional.id": transactional_id, **(settings or {})})
-        self._patiently(self._client.init_transactions, _OUTCOME_S)
+        self._patiently(self._client.init_transactions, patience_s)
 
     def write(
         self,
