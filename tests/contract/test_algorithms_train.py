@@ -227,6 +227,14 @@ def test_a_group_of_one_trains_with_its_reward(tiny_model_dir: Path, name: str):
     assert (metrics["actor/grad_norm"] > 0) != is_flat
 
 
+def test_a_batch_whose_groups_are_all_left_out_changes_nothing(tiny_model_dir: Path):
+    one = learner(tiny_model_dir, advantage_fn=FunctionSettings("grpo", {"std_threshold": 0.0}))
+    before = weights_of(one)
+    metrics = one.step(group([[0, 1, 1], [0, 1]], (0.5, 0.5)), step=1)
+    assert metrics["actor/skipped_updates"] == 1.0 and weights_of(one) == before
+    assert "response_length/trained_ratio" not in metrics
+
+
 SAME = {"grpo", "grpo_verl", "dapo", "dr_grpo", "rloo", "multi_step_grpo", "gspo", "cispo", "sapo",
         "opmd", "sppo", "rec"}  # fmt: skip
 

@@ -209,6 +209,11 @@ def test_reinforceplusplus_whitens_returns_over_the_trained_tokens_of_the_batch(
     assert np.concatenate(values) == pytest.approx(expected)
 
 
+def test_equal_returns_are_whitened_to_exactly_zero():
+    (values,) = advantages("reinforceplusplus", [example((0.7,), 0, masks=((0, 1, 1, 1),))])
+    assert values.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_reinforceplusplus_discounts_towards_earlier_tokens():
     values = advantages("reinforceplusplus", [example((1.0,), 0, masks=((0, 1, 1, 1),))], gamma=0.5)
     returns = np.array([0.25, 0.5, 1.0])
