@@ -17,7 +17,7 @@ from ..schemas.errors import (
     UndecodableRecord,
 )
 from ..streams import faults
-from ..streams.log import Partition, Record
+from ..streams.log import Consumer, Partition, Record
 from ..streams.process import Process, until_answered
 from ..streams.reading import begins
 from .announced import Announced
@@ -103,11 +103,14 @@ class Explorer:
 
     def _follow_weights(self) -> None:
         waits = bool(self._waiting) and not self._num_running
-        for record in self._checkpoints.poll(500, 100 if waits else 0):
+        for record in self._polled(self._checkpoints, 500, 100 if waits else 0):
             event = self._decode(record)
             if isinstance(event, (ev.Checkpoint, ev.Branch)):
                 self._announced.on_event(event)
         self._service.wanted = self._announced.newest
+
+    def _polled(self, consumer: Consumer, max_records: int, timeout_ms: int) -> list[Record]:
+        return until_answered(lambda: consumer.poll(max_records, timeout_ms), self._process.idle)
 
     def _take(self) -> None:
         """Read on while fewer tasks wait than run at a time; polling also keeps the leases."""
@@ -115,7 +118,7 @@ class Explorer:
         if room <= 0:
             self._tasks.pause(self._tasks.assignment())
         is_idle = not self._num_running and not self._waiting
-        records = self._tasks.poll(max(1, room), 200 if is_idle else 0)
+        records = self._polled(self._tasks, max(1, room), 200 if is_idle else 0)
         if room <= 0:
             self._tasks.resume(self._tasks.assignment())
         for record in records:

@@ -24,8 +24,9 @@ from explorer_run import (
 from waiting import until
 
 from streamrft.producers.explorer import AllFailed
-from streamrft.schemas.errors import ConfigError, Timeout
+from streamrft.schemas.errors import ConfigError, LogUnavailable, Timeout
 from streamrft.streams.log import Log, open_log, topic_specs
+from streamrft.streams.sqlite.consumer import SqliteConsumer
 
 
 @pytest.fixture
@@ -127,6 +128,27 @@ def test_reward_that_raises_costs_its_own_slot_a_try(url, log, tmp_path, tiny_mo
     assert [t.is_failed for t in made] == [retries == 0, False, False]
     assert PickyReward.calls == G + retries
     assert retries or "raised KeyError: 'the judge is away'" in made[0].failure
+
+
+def test_log_that_does_not_answer_is_waited_for(url, log, tmp_path, tiny_model_dir, monkeypatch):
+    away, polled = [], SqliteConsumer.poll
+
+    def poll(consumer, *words):
+        if len(away) < 4 and consumer.positions():
+            away.append(consumer)
+            raise LogUnavailable("no broker answers")
+        return polled(consumer, *words)
+
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
+    with running(url, settings()) as errors:
+        say(log, "tasks", task(0))
+        until(lambda: uncommitted(log) == 0)
+        monkeypatch.setattr(SqliteConsumer, "poll", poll)
+        until(lambda: len(away) == 4 or errors)
+        say(log, "tasks", task(1))
+        until(lambda: uncommitted(log) == 0 or errors)
+        assert not errors
+    assert len(set(away)) == 1, "repeated where it failed"
 
 
 def test_explorer_ends_when_nothing_succeeds_any_more(url, log, tmp_path, tiny_model_dir):
