@@ -133,6 +133,8 @@ class TrainingLoop:
         self.source.take(batch)
         self.step = step
         metrics = {**metrics, **_staleness(batch, step), "time/wait_s": wait_s}
+        if (produced := self.source.produced_length) is not None:
+            metrics["response_length/produced_mean"] = produced
         self.process.alive({"step": step, **_gauges(metrics)})
         if not self.history.is_done(self.lineage, step):
             self.announcer.publish("train_steps", self._train_step(batch, metrics))

@@ -58,6 +58,7 @@ class OnlineSource:
         self.groups = GroupAssembly(rules, lineage, branch, n, (position or {}).get("groups"))
         self.payloads = Payloads(log, topics.name("experiences"), check=check)
         self._log, self._steps_done, self.num_read = log, 0, 0
+        self._num_came = self._tokens_came = 0
         self._consumer = log.consumer(group=f"{topics.namespace}.trainer", member=reader)
         self._consumer.assign(self._start_positions(position or {}))
         if ended := (position or {}).get("ended"):
@@ -111,6 +112,11 @@ class OnlineSource:
         for m, e in zip(batch.members, batch.examples, strict=True):
             self.groups.take([(e.group_id, e.number, m.partition, m.offset)])
         self._release()
+
+    @property
+    def produced_length(self) -> float | None:
+        """Mean trained tokens of what came to this process, also of what went stale."""
+        return self._tokens_came / self._num_came if self._num_came else None
 
     @property
     def is_finished(self) -> bool:
@@ -210,6 +216,8 @@ class OnlineSource:
             return
         if self.groups.on_experience(experience, *place):
             self.payloads.keep(record)
+            self._num_came += 1
+            self._tokens_came += experience.num_trained_tokens
 
     def _take_unreadable(self, record: Record, error: str) -> None:
         """A dead letter; also a drop when the broken record still says which experience it was."""

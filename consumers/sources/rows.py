@@ -69,6 +69,11 @@ class RowSource:
         self._next += len(batch.examples)
 
     @property
+    def produced_length(self) -> float | None:
+        """Nothing is produced."""
+        return None
+
+    @property
     def is_finished(self) -> bool:
         """Whether all epochs are done."""
         return self._end is not None and self._next >= self._end

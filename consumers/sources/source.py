@@ -49,6 +49,11 @@ class Source(Protocol):
         ...
 
     @property
+    def produced_length(self) -> float | None:
+        """Mean trained tokens of all experiences that came so far, dropped ones too; else None."""
+        ...
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing is left and nothing will come."""
         ...

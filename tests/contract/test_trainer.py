@@ -94,6 +94,18 @@ def test_stale_experiences_are_dropped_not_trained(feed: Feed):
     assert len(drops(feed, "stale")) == 4
 
 
+def test_lengths_of_what_went_stale_count_as_produced(feed: Feed):
+    """Trained are answers of 4 tokens; those of 40 that came with them are too old."""
+    feed.write_groups(range(2), version=0)
+    feed.write_groups((2, 3), version=-1, num_trained_tokens=40)
+    feed.write(ended(4), topic="tasks")
+    assert feed.train(max_staleness=0, total_steps=None) == 0
+    (step,) = feed.read("train_steps", ev.TrainStep)
+    assert step.metrics["response_length/mean"] == 4.0
+    assert step.metrics["response_length/produced_mean"] == 22.0
+    assert len(drops(feed, "stale")) == 4
+
+
 def test_restarted_trainer_drops_nothing_twice(feed: Feed):
     feed.write_groups(range(4), version=0)
     feed.write_groups((4, 5), version=1)
