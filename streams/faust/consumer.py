@@ -198,13 +198,13 @@ class FaustConsumer:
         return sum(map(len, waiting)) >= CAPACITY or num_bytes >= CAPACITY_BYTES
 
     def _serve(self, max_records: int) -> list[Record]:
+        self.metrics["repeats"] += sum(r.skip_repeats() for r in self._served().values())
         self._look_at_ends()
         records: list[Record] = []
         served = sorted(self._served().items(), key=lambda found: len(found[1].waiting))
         has_filled = False
         for i, (place, reading) in enumerate(served):
             share = -(-(max_records - len(records)) // (len(served) - i))
-            self.metrics["repeats"] += reading.skip_repeats()
             # with enough at hand they are filled one at a time
             if reading.has_gap and not (has_filled and self._has_enough()):
                 self._fill(place, reading, reading.waiting.first)
@@ -223,6 +223,8 @@ class FaustConsumer:
             reading = idle[place]
             # Faust has had the time from one look to the next to bring it
             is_standing = reading.next < end and reading.seen_at == reading.next
+            if reading.next > end:  # the topic was made anew, or lost what was acknowledged
+                self._reader_at(place, reading.next).poll(1)
             if is_standing and not self._has_enough():
                 self._fill(place, reading, end)
             reading.seen_at = reading.next
@@ -240,16 +242,14 @@ class FaustConsumer:
         Raises:
             OffsetOutOfRange: retention deleted `start`. LogUnavailable: try again.
         """
-        if self._reader is None:
-            self._reader = self._log.consumer()
-        self._reader.assign({place: start})
+        reader = self._reader_at(place, start)
         records: list[Record] = []
         deadline = time.monotonic() + _GAP_TIMEOUT_S
         num_bytes = 0
-        while (reached := self._reader.positions()[place]) < end:
+        while (reached := reader.positions()[place]) < end:
             if len(records) >= _GAP_RECORDS or num_bytes >= CAPACITY_BYTES:
                 break
-            more = self._reader.poll(_GAP_CHUNK, _GAP_POLL_MS)
+            more = reader.poll(_GAP_CHUNK, _GAP_POLL_MS)
             records += more
             num_bytes += sum(map(size_of, more))
             if time.monotonic() > deadline:
@@ -258,3 +258,10 @@ class FaustConsumer:
                     f"read in {_GAP_TIMEOUT_S:g} s; {reached} was reached"
                 )
         return records, reached
+
+    def _reader_at(self, place: Partition, offset: int) -> Consumer:
+        """Its first poll raises OffsetOutOfRange for an offset that the log does not have."""
+        if self._reader is None:
+            self._reader = self._log.consumer()
+        self._reader.assign({place: offset})
+        return self._reader

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamrft.schemas.errors import LogError
+from streamrft.schemas.errors import LogError, OffsetOutOfRange
 from streamrft.streams.faust.consumer import FaustConsumer
 from streamrft.streams.faust.exchange import CAPACITY, CAPACITY_BYTES, Exchange
 from streamrft.streams.faust.membership import HostedFaust
@@ -160,6 +160,17 @@ def test_faust_waits_while_the_worker_has_enough(log):
         assert not exchange.is_full
         exchange.put(record("a", 0, i))
     assert exchange.is_full
+
+
+def test_a_position_behind_the_end_is_refused_as_what_comes_would_be_taken_for_repeats(
+    log, monkeypatch
+):
+    monkeypatch.setattr("streamrft.streams.faust.consumer.LOOK_INTERVAL_S", 0.0)
+    consumer, exchange = reading(log)
+    consumer.seek(Partition("b", 1), NUM + 3)
+    exchange.put(record("b", 1, 0))
+    with pytest.raises(OffsetOutOfRange, match=rf"b\[1\]@{NUM + 3}"):
+        consumer.poll(10)
 
 
 def test_a_few_large_records_are_enough(log):
