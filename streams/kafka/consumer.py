@@ -243,6 +243,12 @@ class KafkaConsumer:
                 f"group {self._group!r}: another living process is member {self._member!r} "
                 f"({error.str()}). Names of processes must differ within a run."
             )
+        if _says(error, KafkaError.GROUP_ID_NOT_FOUND, KafkaError.INCONSISTENT_GROUP_PROTOCOL):
+            raise LogError(
+                f"{self._named()}: the group is held by members of another protocol "
+                f"({error.str()}). Workers of both values of streams.engine cannot share it: stop "
+                "the others, or take their --engine."
+            )
         where = f"{message.topic()}[{message.partition()}]" if message.topic() else self._named()
         translated = self._cluster.faults.translated(error, where)
         if not translated.retriable:

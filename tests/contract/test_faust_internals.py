@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Producer
 from waiting import until
 
-from streamrft.schemas.errors import ConfigError
+from streamrft.schemas.errors import ConfigError, LogError
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 
 pytest.importorskip("faust")
@@ -122,6 +122,16 @@ def test_positions_are_stored_for_the_group(log, topics):
         assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
         member.exchange.note({place: 7})
         until(lambda: log.consumer(group=group).committed([place]) == {place: 7})
+
+
+def test_a_native_member_beside_fausts_is_told_who_holds_the_group(log, topics):
+    group = f"{topics[0]}.group"
+    with Member(log, group, topics) as member:
+        until(lambda: bool(member.exchange.assigned))
+        native = log.consumer(group=group, member="native")
+        native.subscribe(topics)
+        with pytest.raises(LogError, match="members of another protocol(.|\n)*streams.engine"):
+            until(lambda: bool(native.poll(timeout_ms=200)))
 
 
 def test_workers_share_partitions_and_each_has_a_number_of_all_topics(log, topics):
