@@ -56,7 +56,8 @@ class AlgorithmSettings:
 class SftSource:
     """Rows of a file to imitate, read in a seeded order. `path` as in a taskset.
 
-    `whole_text` trains every token, as continued pre-training does, not the responses alone.
+    `whole_text` trains every token, as continued pre-training does, not the responses alone;
+    `is_pairs` makes two sequences of a row, of what was chosen and what was rejected.
     """
 
     path: str
@@ -71,6 +72,9 @@ class SftSource:
     total_epochs: int = 1
     shuffle: bool = True
     whole_text: bool = False
+    is_pairs: bool = False
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
 
 
 @dataclass(frozen=True)

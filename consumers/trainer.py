@@ -11,7 +11,9 @@ from ..streams.process import Process
 from ..streams.rows import Rows, open_rows
 from .announcer import Announcer
 from .checkpoints import CheckpointStore
+from .learning.examples import TrainingExample
 from .learning.learner import Learner
+from .learning.pairs import pair_from_row
 from .learning.supervised import examples_from_rows
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
@@ -159,16 +161,17 @@ def _row_source(
     sft = settings.sft
     assert sft is not None
 
-    def to_example(row: Mapping[str, Any], number: int):
-        (example,) = examples_from_rows(
-            [row], learner.tokenizer, sft, first_row=number, max_tokens=settings.max_sequence_tokens
-        )
-        return example
+    def to_examples(row: Mapping[str, Any], number: int) -> list[TrainingExample]:
+        limit, tokenizer = settings.max_sequence_tokens, learner.tokenizer
+        if sft.is_pairs:
+            return pair_from_row(row, tokenizer, sft, number=number, max_tokens=limit)
+        return examples_from_rows([row], tokenizer, sft, first_row=number, max_tokens=limit)
 
     return RowSource(
         rows,
-        to_example,
+        to_examples,
         batch_rows=settings.train_batch_size,
+        examples_per_row=2 if sft.is_pairs else 1,
         total_epochs=None if settings.total_steps else sft.total_epochs,
         seed=settings.seed,
         shuffle=sft.shuffle,

@@ -107,7 +107,7 @@ ALGORITHMS: dict[str, AlgorithmType] = {
 
 _EXPERTS = "expert rows mixed into the batch (buffer.trainer_input.auxiliary_buffers)"
 _TEACHER = "a teacher's log-probs (explorer.auxiliary_models)"
-_PREFERENCES = "preferences, from a file or from the log"
+_PREFERENCES = "preferences of rollouts, from the log"
 # what a function reads that nothing delivers yet; the function itself is whole
 SOURCES: dict[str, dict[str, str]] = {
     "advantage_fn": {
@@ -150,7 +150,8 @@ def awaited_source(kind: AlgorithmType, **chosen: str | None) -> str | None:
     """
     for family, waiting in SOURCES.items():
         name = chosen.get(family) or getattr(kind, family)
-        if name in waiting:
+        # rows of pairs are a source of their own
+        if name in waiting and kind.schema != name:
             return waiting[name]
     return None
 

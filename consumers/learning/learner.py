@@ -37,7 +37,7 @@ from .objective import (
     micro_loss,
     prepare,
 )
-from .preparation import corrected, penalised, usable, with_measured
+from .preparation import corrected, penalised, usable, whole_pairs, with_measured
 
 logger = logging.getLogger("streamrft")
 
@@ -119,6 +119,8 @@ class Learner:
         began = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
         chosen = usable(examples)
+        if getattr(self.algorithm.policy_loss, "is_paired", False):
+            chosen = whole_pairs(chosen)
         ready, metrics = self._prepared(chosen)
         objective = prepare(ready, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
         totals, cuts = Totals(), objective.cuts(self._budget)

@@ -49,6 +49,13 @@ def _is_finite(example: TrainingExample) -> bool:
     return math.isfinite(example.reward) and all(bool(np.isfinite(a).all()) for a in arrays)
 
 
+def whole_pairs(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """Pairs whose sides both have a trained token; a prompt that fills the limit leaves none."""
+    assert len(examples) % 2 == 0, "pairs stand side by side"
+    pairs = zip(examples[0::2], examples[1::2], strict=True)
+    return [e for pair in pairs if all(x.num_trained_tokens for x in pair) for e in pair]
+
+
 def with_measured(
     examples: Sequence[TrainingExample], measured: Mapping[str, Floats]
 ) -> list[TrainingExample]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +25,10 @@ class RowSource:
     def __init__(
         self,
         rows: Rows,
-        to_example: Callable[[Row, int], TrainingExample],
+        to_examples: Callable[[Row, int], Sequence[TrainingExample]],
         *,
         batch_rows: int,
+        examples_per_row: int = 1,
         total_epochs: int | None,
         seed: int,
         shuffle: bool = True,
@@ -35,11 +36,12 @@ class RowSource:
     ) -> None:
         """Open at the start, or at what `position()` gave at a checkpoint.
 
-        `to_example` makes of (row, its number in the file) what the learner takes;
-        `total_epochs` None never ends.
+        `to_examples` makes of (row, its number in the file) what the learner takes, always
+        `examples_per_row` of them; `total_epochs` None never ends.
         """
         self.num_read = 0
-        self._rows, self._to_example, self._batch_rows = rows, to_example, batch_rows
+        self._rows, self._to_examples, self._batch_rows = rows, to_examples, batch_rows
+        self._per_row = examples_per_row
         self._seed, self._shuffle = seed, shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
         self._end = None if total_epochs is None else total_epochs * len(rows)
@@ -57,7 +59,7 @@ class RowSource:
             stop = min(stop, self._end)
         places = [divmod(i, len(self._rows)) for i in range(self._next, stop)]
         numbers = [int(self._order(epoch)[index]) for epoch, index in places]
-        examples = [self._to_example(self._rows[n], n) for n in numbers]
+        examples = [e for n in numbers for e in self._to_examples(self._rows[n], n)]
         return Batch(examples) if examples else None
 
     def recorded(self, cut: Cut) -> Batch:
@@ -66,7 +68,7 @@ class RowSource:
 
     def take(self, batch: Batch) -> None:
         """Go on behind it."""
-        self._next += len(batch.examples)
+        self._next += len(batch.examples) // self._per_row
 
     @property
     def produced_length(self) -> float | None:

@@ -55,8 +55,8 @@ def tasksets(config: Config) -> tuple[Taskset, ...]:
 
 
 def uses_sft(config: Config) -> bool:
-    """Whether rows of a file are imitated instead of rollouts."""
-    return config.algorithm.algorithm_type in ("sft", "cpt")
+    """Whether rows of a file are trained on instead of rollouts."""
+    return config.algorithm.algorithm_type in ("sft", "cpt", "dpo")
 
 
 def check_secrets(raw: Mapping[str, Any], path: str = "") -> None:
@@ -122,7 +122,7 @@ def _mode(config: Config) -> None:
         )
     if uses_sft(config) and config.mode != "train":
         raise ConfigError(
-            f"mode: {config.mode} with algorithm_type {kind}, which imitates rows of a file and "
+            f"mode: {config.mode} with algorithm_type {kind}, which trains on rows of a file and "
             "rolls nothing out. Set mode: train."
         )
     if uses_sft(config):

@@ -166,12 +166,12 @@ _MODEL_RULES = (
 )
 _FORMAT_RULES = (
     *_rules("format.tools_key format.image_key format.video_key", _NOT_YET, None),
-    *_rules("format.chosen_key format.rejected_key", f"DPO {_LATER}"),
     *_rules("format.enable_concatenated_multi_turn", _NOT_YET, False),
     *_rules("format.chat_template format.enable_thinking", "model.* decides", None),
 )
 _TASKSET_RULES = (
     *_FORMAT_RULES,
+    *_rules("format.chosen_key format.rejected_key", "pairs are trained on, not rolled out"),
     *_rules("rollout_args.logprobs", "log-probs are always recorded", None, 0),
     *_rules("rollout_args.n", "algorithm.repeat_times is the group size", 1),
     *_rules("data_selector.feature_keys data_selector.kwargs", _NOT_YET, (), {}),
@@ -223,6 +223,10 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
             f"synchronizer.sync_style: {sync.sync_style} runs as fully_async, bounded by "
             "synchronizer.max_staleness."
         )
+    place = "buffer.trainer_input.experience_buffer.format"
+    pairs = [p for p in (f"{place}.chosen_key", f"{place}.rejected_key") if stage.gives(p)]
+    if pairs and config.algorithm.algorithm_type != "dpo":
+        yield f"{', '.join(pairs)}: only algorithm_type dpo reads pairs."
     critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
     if critic and not has_critic(config.algorithm.algorithm_type, config.algorithm.advantage_fn):
         yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."

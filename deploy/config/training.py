@@ -156,7 +156,8 @@ def _sft_source(config: Config) -> SftSource:
     rows = config.buffer.trainer_input.experience_buffer
     assert rows is not None and rows.path is not None
     form = rows.format
-    if form.prompt_type == "chatpair":
+    schema = algorithm_type(config.algorithm.algorithm_type).schema
+    if form.prompt_type == "chatpair" and schema != "dpo":
         raise ConfigError(
             "buffer.trainer_input.experience_buffer.format.prompt_type: chatpair is for DPO; "
             "messages or plaintext is allowed."
@@ -165,7 +166,7 @@ def _sft_source(config: Config) -> SftSource:
         path=rows.path,
         split=rows.split,
         subset_name=rows.subset_name,
-        prompt_type=form.prompt_type,
+        prompt_type="messages" if form.prompt_type == "chatpair" else form.prompt_type,
         prompt_key=form.prompt_key,
         response_key=form.response_key,
         messages_key=form.messages_key,
@@ -173,7 +174,10 @@ def _sft_source(config: Config) -> SftSource:
         system_prompt_key=form.system_prompt_key,
         total_epochs=config.buffer.total_epochs,
         shuffle=rows.data_selector.selector_type != "sequential",
-        whole_text=algorithm_type(config.algorithm.algorithm_type).schema == "cpt",
+        whole_text=schema == "cpt",
+        is_pairs=schema == "dpo",
+        chosen_key=form.chosen_key,
+        rejected_key=form.rejected_key,
     )
 
 

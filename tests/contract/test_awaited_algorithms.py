@@ -15,6 +15,7 @@ from tiny_learner import group, learner, mixed, weights_of, with_logprobs
 from streamrft.consumers.algorithms import catalogue
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.settings import FunctionSettings
 
 Examples = list[TrainingExample]
 
@@ -86,9 +87,9 @@ DATA: dict[str, Callable[[Examples], Examples]] = {
 }
 
 
-def test_the_table_above_has_all_that_wait():
+def test_the_table_above_has_all_that_wait_and_dpo_whose_pairs_come_from_files():
     waiting = {n for n, kind in catalogue.ALGORITHMS.items() if catalogue.awaited_source(kind)}
-    assert DATA.keys() == waiting
+    assert DATA.keys() == waiting | {"dpo"}
 
 
 def batch(one: Learner, name: str) -> Examples:
@@ -123,6 +124,24 @@ def test_dpo_moves_the_policy_to_what_was_preferred(tiny_model_dir: Path):
     assert seen[-1]["actor/reward_margin"] == pytest.approx(
         seen[-1]["actor/chosen_reward"] - seen[-1]["actor/rejected_reward"], abs=1e-4
     )
+
+
+def test_dpo_reads_its_reference_without_any_kl(tiny_model_dir: Path):
+    one = learner(tiny_model_dir, algorithm_type="dpo", kl_loss_fn=FunctionSettings("none"))
+    pairs = with_preferences(group([[0, 0, 1, 1], [0, 0, 1, 1, 1]], (0.0,) * 2))
+    first = one.step(pairs, step=1)
+    assert first["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert "actor/kl_loss" not in first
+    assert one.step(pairs, step=2)["actor/pg_loss"] < math.log(2)
+
+
+@pytest.mark.usefixtures("everything_delivered")
+def test_mu_follows_the_step_that_is_trained(tiny_model_dir: Path):
+    loss = FunctionSettings("mix_chord", {"mu_warmup_steps": 10, "mu_peak": 0.5})
+    one = learner(tiny_model_dir, algorithm_type="mix_chord", policy_loss_fn=loss)
+    for step in (2, 5):
+        metrics = one.step(batch(one, "mix_chord"), step=step)
+        assert metrics["actor/mu"] == pytest.approx(0.05 * step)
 
 
 @pytest.mark.usefixtures("everything_delivered")

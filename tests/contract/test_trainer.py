@@ -335,6 +335,7 @@ def test_lost_folder_or_log_is_refused(feed: Feed, tmp_path: Path, tiny_model_di
     feed.write(ended(4), topic="tasks")
     assert feed.train() == 0
     (tmp_path / "other").mkdir()
+    (tmp_path / "other").mkdir()
     other = Feed(tmp_path / "other", tiny_model_dir)
     assert other.train(checkpoint_uri=str(feed.folder / "checkpoints")) == 1
     assert "the log knows none of them" in other.said
@@ -383,6 +384,33 @@ def sft(feed: Feed, **changes) -> dict:
         "algorithm": algorithm,
         **changes,
     }
+
+
+def test_pairs_of_a_file_train_dpo_and_resume_the_same(
+    feed: Feed, tmp_path: Path, tiny_model_dir: Path
+):
+    """Five pairs twice, three a step; a kill in step 3 changes nothing."""
+
+    def dpo(at: Feed) -> dict:
+        path = at.folder / "pairs.jsonl"
+        rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(5)]
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return sft(
+            at,
+            sft=SftSource(path=str(path), total_epochs=2, is_pairs=True),
+            algorithm=replace(at.trainer_settings().algorithm, algorithm_type="dpo"),
+        )
+
+    assert feed.train(**dpo(feed)) == 0
+    steps = feed.read("train_steps", ev.TrainStep)
+    assert [(s.step, s.num_experiences) for s in steps] == [(1, 6), (2, 6), (3, 6), (4, 2)]
+    assert steps[0].metrics["actor/pg_loss"] == pytest.approx(0.6931472, abs=1e-5)
+    assert steps[-1].metrics["actor/reward_accuracy"] > 0.99
+    other = Feed(tmp_path / "other", tiny_model_dir)
+    assert other.train(kill_at="trainer.step_done@3", **dpo(other)) == -9
+    assert other.train(**dpo(other)) == 0
+    assert other.digests["main", 4] == feed.digests["main", 4]
+    other.close()
 
 
 def test_supervised_rows_train_each_epoch_once_and_resume_the_same(

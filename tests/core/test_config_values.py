@@ -158,10 +158,9 @@ def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
         ({"algorithm_type": "on_policy_distill"}, "a teacher's log-probs"),
         ({"algorithm_type": "jsd"}, "a teacher's log-probs"),
         ({"algorithm_type": "gigpo"}, "states of the environment"),
-        ({"algorithm_type": "dpo"}, "preferences, from a file"),
-        ({"algorithm_type": "kto"}, "preferences, from a file"),
+        ({"algorithm_type": "kto"}, "preferences of rollouts"),
         ({"advantage_fn": "remax"}, "the reward of a greedy rollout"),
-        ({"policy_loss_fn": "dpo"}, "preferences, from a file"),
+        ({"policy_loss_fn": "dpo"}, "preferences of rollouts"),
     ],
 )
 def test_what_waits_for_a_source_says_so_at_load(
@@ -169,6 +168,23 @@ def test_what_waits_for_a_source_says_so_at_load(
 ) -> None:
     with pytest.raises(ConfigError, match=f"waits for {source}.*choose one of asymre"):
         planned(tmp_path, {"algorithm": algorithm})
+
+
+def test_dpo_takes_pairs_of_a_file(tmp_path: Path) -> None:
+    form = {"prompt_type": "chatpair", "chosen_key": "good", "rejected_key": "bad"}
+    rows = {"storage_type": "file", "path": "pairs.jsonl", "format": form}
+    changes = {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "dpo"},
+        "buffer": {"train_batch_size": 4, "trainer_input": {"experience_buffer": rows}},
+    }
+    run = planned(tmp_path, changes)
+    trainer = run.stage(None).trainer
+    assert trainer and trainer.sft and trainer.sft.is_pairs
+    assert (trainer.sft.chosen_key, trainer.sft.rejected_key) == ("good", "bad")
+    assert trainer.sft.prompt_type == "messages" and trainer.train_batch_size == 4
+    with pytest.raises(ConfigError, match="mode: both with algorithm_type dpo.*mode: train"):
+        planned(tmp_path, {**changes, "mode": "both"})
 
 
 def test_continued_pre_training_takes_whole_texts(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from streamrft.consumers.sources.rows import RowSource
 ROWS = [{"row": i} for i in range(7)]
 
 
-def example(row, number: int) -> TrainingExample:
+def example(row, number: int) -> list[TrainingExample]:
     assert row["row"] == number
-    return TrainingExample(f"sft.{number}:0:row", f"sft.{number}", 0, number, ())
+    return [TrainingExample(f"sft.{number}:0:row", f"sft.{number}", 0, number, ())]
 
 
 def source(position=None, **fields) -> RowSource:
