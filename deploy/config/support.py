@@ -223,13 +223,7 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
             f"synchronizer.sync_style: {sync.sync_style} runs as fully_async, bounded by "
             "synchronizer.max_staleness."
         )
-    place = "buffer.trainer_input.experience_buffer.format"
-    pairs = [p for p in (f"{place}.chosen_key", f"{place}.rejected_key") if stage.gives(p)]
-    if pairs and config.algorithm.algorithm_type != "dpo":
-        yield f"{', '.join(pairs)}: only algorithm_type dpo reads pairs."
-    critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
-    if critic and not has_critic(config.algorithm.algorithm_type, config.algorithm.advantage_fn):
-        yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."
+    yield from _meant_for_others(stage)
     tasks, group = config.buffer.batch_size, config.algorithm.repeat_times
     size = config.buffer.train_batch_size
     if rolls_out(config) and size and size != tasks * group:
@@ -246,6 +240,18 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
         kind = taskset.data_selector.selector_type
         if kind not in SELECTORS:
             yield f"data_selector.selector_type of {taskset.name}: {kind} {_LATER}; sequential is."
+
+
+def _meant_for_others(stage: StageConfig) -> Iterator[str]:
+    """Keys of one algorithm beside another."""
+    algorithm = stage.config.algorithm
+    place = "buffer.trainer_input.experience_buffer.format"
+    pairs = [p for p in (f"{place}.chosen_key", f"{place}.rejected_key") if stage.gives(p)]
+    if pairs and algorithm.algorithm_type != "dpo":
+        yield f"{', '.join(pairs)}: only algorithm_type dpo reads pairs."
+    critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
+    if critic and not has_critic(algorithm.algorithm_type, algorithm.advantage_fn):
+        yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."
 
 
 def value_at(config: Any, path: str) -> Any:

@@ -187,6 +187,22 @@ def test_dpo_takes_pairs_of_a_file(tmp_path: Path) -> None:
         planned(tmp_path, {**changes, "mode": "both"})
 
 
+def test_keys_of_another_algorithm_are_named(tmp_path: Path) -> None:
+    rows = {"format": {"chosen_key": "good"}}
+    changes = {
+        "model": {"critic_model_path": "other"},
+        "trainer": {"critic_warmup": 2},
+        "buffer": {"trainer_input": {"experience_buffer": rows}},
+    }
+    warnings = " ".join(planned(tmp_path, changes).warnings)
+    assert "model.critic_model_path, trainer.critic_warmup: only advantage_fn ppo" in warnings
+    assert "format.chosen_key: only algorithm_type dpo reads pairs" in warnings
+    ppo = planned(tmp_path, {**changes, "algorithm": {"algorithm_type": "ppo"}})
+    assert "critic" not in " ".join(ppo.warnings)
+    trainer = ppo.stage(None).trainer
+    assert trainer and (trainer.critic_model_path, trainer.critic_warmup) == ("other", 2)
+
+
 def test_continued_pre_training_takes_whole_texts(tmp_path: Path) -> None:
     rows = {"storage_type": "file", "path": "texts.jsonl", "format": {"prompt_key": "text"}}
     changes = {
