@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from streamrft.schemas.topics import Topics
@@ -82,6 +85,7 @@ def pass_faust(servers: str, topics: Topics, num: int, produces: bool) -> None:
         producer_max_batch_size=2**20,
         producer_linger=0.005,
         web_enabled=False,
+        datadir=Path(tempfile.gettempdir()) / f"streamrft-faust-{os.getuid()}",
     )
     raw = {"key_type": bytes, "value_type": bytes, "key_serializer": "raw"}
     source = app.topic(topics.name("trajectories"), value_serializer="raw", **raw)
