@@ -335,7 +335,6 @@ def test_lost_folder_or_log_is_refused(feed: Feed, tmp_path: Path, tiny_model_di
     feed.write(ended(4), topic="tasks")
     assert feed.train() == 0
     (tmp_path / "other").mkdir()
-    (tmp_path / "other").mkdir()
     other = Feed(tmp_path / "other", tiny_model_dir)
     assert other.train(checkpoint_uri=str(feed.folder / "checkpoints")) == 1
     assert "the log knows none of them" in other.said
@@ -406,7 +405,8 @@ def test_pairs_of_a_file_train_dpo_and_resume_the_same(
     assert [(s.step, s.num_experiences) for s in steps] == [(1, 6), (2, 6), (3, 6), (4, 2)]
     assert steps[0].metrics["actor/pg_loss"] == pytest.approx(0.6931472, abs=1e-5)
     assert steps[-1].metrics["actor/reward_accuracy"] > 0.99
-    other = Feed(tmp_path / "other", tiny_model_dir)
+    (tmp_path / "pairs").mkdir()
+    other = Feed(tmp_path / "pairs", tiny_model_dir)
     assert other.train(kill_at="trainer.step_done@3", **dpo(other)) == -9
     assert other.train(**dpo(other)) == 0
     assert other.digests["main", 4] == feed.digests["main", 4]
