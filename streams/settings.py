@@ -17,7 +17,10 @@ class OperatorSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Join, filters and priority of one run. `engine`: see `shell`."""
+    """Join, filters and priority of one run. `engine`: see `shell`.
+
+    `skip_lost`: read on behind what retention deleted unjoined, instead of ending with an error.
+    """
 
     engine: Literal["native", "faust"] = "native"
     on_deadline: Literal["partial", "default", "drop"] = "partial"
@@ -33,3 +36,4 @@ class StreamSettings:
     batch_records: int = 1_000
     cache_bytes: int = 256 * 2**20
     max_event_bytes: int = 8 * 2**20
+    skip_lost: bool = False

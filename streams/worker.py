@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from ..schemas.errors import Fenced, StreamrftError
+from ..schemas.errors import Fenced, OffsetOutOfRange, StreamrftError
 from ..schemas.events import now_ms
 from . import faults
 from .feeds import Feed, feed_type
@@ -93,6 +93,10 @@ class JoinWorker:
         while not self._process.is_stopping:
             try:
                 records = self._consumer.poll(self._settings.batch_records, self._poll_ms())
+            except OffsetOutOfRange:
+                if not self._go_past_what_is_gone():
+                    raise
+                continue
             except StreamrftError as error:
                 if not may_pass(error):
                     raise
@@ -190,8 +194,7 @@ class JoinWorker:
         at = self._consumer.positions()
         for topic, source in self._places(partition):
             wanted = positions.get(topic)
-            if wanted is None:
-                wanted = self._first(source)
+            wanted = self._first(source) if wanted is None else self._kept(source, wanted)
             if partition in self._rewound or at.get(source) != wanted:
                 self._consumer.seek(source, wanted)
         self._rewound.discard(partition)
@@ -200,8 +203,40 @@ class JoinWorker:
         """Where a partition without state begins."""
         committed = self._consumer.committed([source]).get(source)
         if committed is not None:
-            return committed
+            return self._kept(source, committed)
         return self._log.describe([source.topic])[source.topic].begin[source.partition]
+
+    def _kept(self, source: Partition, offset: int) -> int:
+        """The offset, or the first kept one behind it where losing what lies between is allowed.
+
+        Raises:
+            OffsetOutOfRange: retention deleted what was not joined.
+        """
+        first = self._log.describe([source.topic])[source.topic].begin[source.partition]
+        if offset >= first:
+            return offset
+        lost = (
+            f"{source.topic}[{source.partition}]: retention deleted offsets {offset} to "
+            f"{first - 1} before they were joined"
+        )
+        if not self._settings.skip_lost:
+            topic = self._topics.short(source.topic)
+            raise OffsetOutOfRange(
+                f"{lost}. Raise event_log.retention.{topic}, and set streams.skip_lost: true "
+                f"to go on with what is kept: what they held is not trained on."
+            )
+        logger.warning("%s; going on at %d", lost, first)
+        return first
+
+    def _go_past_what_is_gone(self) -> bool:
+        """Read on at the first kept records; whether that helps. Raises as `_kept`."""
+        moved = False
+        for source, offset in self._consumer.positions().items():
+            kept = self._kept(source, offset)
+            if kept != offset:
+                self._consumer.seek(source, kept)
+                moved = True
+        return moved
 
     def _is_ready(self, partition: int) -> bool:
         """Whether the partition runs; a held one is tried again when its pause is over."""

@@ -86,6 +86,7 @@ def stream_settings(stage: StageConfig) -> StreamSettings:
         late_horizon_ms=streams.late_horizon,
         time=streams.time,
         max_skew_ms=streams.max_skew_ms,
+        skip_lost=streams.skip_lost,
         filters=tuple(OperatorSettings(o.name, o.args) for o in operators),
         priority=(
             OperatorSettings(streams.priority.name, streams.priority.args)

@@ -187,6 +187,7 @@ class StreamsSection:
     late: Literal["ignore", "amend"] = "ignore"
     late_horizon: DurationMs = 3_600_000
     max_skew_ms: int = StreamSettings.max_skew_ms
+    skip_lost: bool = False
     filters: tuple[Operator, ...] = ()
     priority: Operator | None = None
 

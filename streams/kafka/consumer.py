@@ -19,7 +19,7 @@ from .topics import Topics
 _FIRST_WORD_S = 0.1
 _SLICE_S = 0.5
 _FETCH = 1_000
-_SEEK_S = 5.0
+_SEEK_S = 1.0
 _COMMIT_S = 10.0
 _LOOK_S, _SILENCE_S = 2.0, 60.0
 READERS = "streamrft-readers"
@@ -130,11 +130,24 @@ class KafkaConsumer:
             try:
                 self._reader().seek(TopicPartition(*partition, offset))
                 break
-            except KafkaException as raised:  # it is not fetched yet: a moment after its assignment
+            except KafkaException:  # it is not fetched yet: a moment after its assignment
                 if time.monotonic() > deadline:
-                    raise self._cluster.faults.translated(raised.args[0], "seek") from raised
+                    self._fetch_anew(partition, offset)
+                    break
                 time.sleep(0.005)
         self.begin(Partition(*partition), offset)
+
+    def _fetch_anew(self, partition: Partition, offset: int) -> None:
+        """Once the log refused an offset, librdkafka fetches no more there, nor does it seek."""
+        client, at = self._reader(), TopicPartition(*partition, offset)
+        if self._membership is not None and self._membership.is_incremental:
+            client.incremental_unassign([at])
+            client.incremental_assign([at])
+            return
+        others = {p: next_ for p, next_ in self.positions().items() if p != partition}
+        for other, next_ in others.items():
+            self.begin(other, next_)
+        client.assign([at, *(TopicPartition(*p, next_) for p, next_ in others.items())])
 
     def pause(self, partitions: Iterable[Partition]) -> None:
         """See `Consumer.pause`. Fetching stops only when much of it waits already."""

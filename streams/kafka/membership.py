@@ -53,7 +53,7 @@ class Membership:
         self._cluster, self._shares = cluster, shares
         self._group, self._member, self._topics = group, member, topics
         self._on_assign, self._on_revoke = callbacks
-        self._is_incremental = cluster.group_protocol() == "consumer"
+        self.is_incremental = cluster.group_protocol() == "consumer"
         self._failure: LogError | None = None
         self._waits_since = 0.0
 
@@ -73,7 +73,7 @@ class Membership:
         settings: dict[str, Any] = {"group.id": self._group, "max.poll.interval.ms": session_ms}
         if self._member is not None:
             settings["group.instance.id"] = self._member
-        if self._is_incremental:
+        if self.is_incremental:
             return settings | {"group.protocol": "consumer", "group.remote.assignor": "range"}
         return settings | {
             "group.protocol": "classic",
@@ -117,7 +117,7 @@ class Membership:
         for partition, offset in starts.items():
             self._shares.begin(partition, offset)
         places = [TopicPartition(*p, offset) for p, offset in starts.items()]
-        if self._is_incremental:
+        if self.is_incremental:
             client.incremental_assign(places)
         else:
             client.assign(places)
@@ -150,7 +150,7 @@ class Membership:
         return sorted(held & {Partition(at.topic, at.partition) for at in found})
 
     def _unassign(self, client: Consumer, found: list[TopicPartition]) -> None:
-        if self._is_incremental:
+        if self.is_incremental:
             client.incremental_unassign(found)
         else:
             client.unassign()

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 from join_run import JoinRun, ids
 from join_scripts import failed, rew, scored, traj
+from waiting import until
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import StreamrftError
+from streamrft.schemas.errors import OffsetOutOfRange, StreamrftError
 from streamrft.schemas.events import now_ms
 from streamrft.schemas.topics import partition_for
+from streamrft.streams.log import Partition
 from streamrft.streams.reading import begins
 from streamrft.streams.settings import OperatorSettings, StreamSettings
 
@@ -291,3 +293,28 @@ def test_a_refused_record_holds_its_group_open_no_longer_than_the_grace(run):
     run.drive(lambda: run.num("experiences") == 1, FAST)
     assert [(d.trajectory_id, d.reason) for d in run.drops()] == [("g1:0:a", "invalid")]
     assert run.experiences()[0].group_experiences == 1
+
+
+def test_what_retention_deleted_unjoined_ends_the_worker_until_it_may_be_skipped(run, log, place):
+    name, hour_ms = run.topics.name("trajectories"), 3_600_000
+    home = partition_for(b"g0", 4)
+    alike = [g for g in map("g{}".format, range(40)) if partition_for(g.encode(), 4) == home]
+    joined, lost, kept = alike[:3]
+    old_ms = now_ms() - 2 * hour_ms
+    run.send(scored(f"{joined}:0:a", 1.0, at=old_ms), timestamp_ms=old_ms)
+    run.drive(lambda: run.num("experiences") == 1)
+    run.send(scored(f"{lost}:0:a", 1.0, at=old_ms), timestamp_ms=old_ms)
+    young = scored(f"{kept}:0:a", 1.0, at=now_ms())
+    run.send(young)
+    if place.url.startswith("kafka"):  # by hand: retention deletes whole segments only
+        from confluent_kafka import TopicPartition
+
+        (deleted,) = log._cluster.admin.delete_records([TopicPartition(name, home, 2)]).values()
+        deleted.result(10)
+    else:
+        log.alter_topic(name, settings={"retention.ms": str(hour_ms)})
+    until(lambda: bool(run.send(young)) and begins(log, name)[Partition(name, home)] == 2)
+    with pytest.raises(OffsetOutOfRange, match="offsets 1 to 1 before they.*skip_lost: true"):
+        run.drive(lambda: False)
+    run.drive(lambda: run.num("experiences") == 2, replace(FAST, skip_lost=True))
+    assert {e.group_id for e in run.experiences()} == {joined, kept}

@@ -241,7 +241,6 @@ def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
         ({"model": {"lora_configs": [{"name": "a"}]}}, "model.lora_configs:"),
         ({"trainer": {"trainer_config": {"a": 1}}}, "trainer.trainer_config:"),
         ({"synchronizer": {"sync_style": "trainer_driven"}}, "synchronizer.sync_style:"),
-        ({"streams": {"engine": "faust"}}, "streams.engine:"),
         ({"explorer": {"over_rollout": {"ratio": 0.2}}}, "explorer.over_rollout:"),
         (
             {"buffer": {"trainer_input": {"experience_buffer": {"format": {"tools_key": "t"}}}}},
