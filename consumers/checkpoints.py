@@ -11,7 +11,7 @@ import logging
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -80,12 +80,13 @@ class Contents:
     """What goes into a checkpoint.
 
     Args:
-        write_model: fills the Hugging Face folder and returns the SHA-256 of model.safetensors.
+        write_model: fills the Hugging Face folder and returns the SHA-256 of model.safetensors;
+            None where the weights are saved already (`CheckpointStore.complete`).
         write_states: fills the folder `actor/` with what a resume needs; None for weights only.
         meta: trainer_meta.json, plain JSON; None for weights only.
     """
 
-    write_model: Callable[[Path], str]
+    write_model: Callable[[Path], str] | None
     write_states: Callable[[Path], None] | None = None
     meta: Mapping[str, Any] | None = None
 
@@ -133,6 +134,42 @@ class CheckpointStore:
             _write_manifest(staged, manifest)
             before_place()
             saved = self._place(staged, name, manifest)
+            faults.reach("checkpoint.manifest_written", step)
+            self._write_latest(saved.manifest)
+            return saved
+
+    def complete(
+        self,
+        served: Saved,
+        contents: Contents,
+        *,
+        step: int,
+        epoch: int,
+        num_threads: int = 0,
+        is_rolling: bool = False,
+        before_place: Callable[[], None] = lambda: None,
+    ) -> Saved:
+        """Make a full checkpoint of saved weights: their folder gets the states that it lacks.
+
+        Raises:
+            CheckpointFailed: as `save`; the weights stay as they were.
+        """
+        if served.manifest.kind == "full":
+            return served
+        with self._staged(f"global_step_{step}", epoch) as staged:
+            self._fill_states(staged, contents, step)
+            added = _entries(staged, {})
+            manifest = msgspec.structs.replace(
+                served.manifest,
+                kind="full",
+                epoch=epoch,
+                files=served.manifest.files | added,
+                num_threads=num_threads,
+                rolling=is_rolling,
+            )
+            _write_manifest(staged, manifest)
+            before_place()
+            saved = self._upgrade(staged, served, added)
             faults.reach("checkpoint.manifest_written", step)
             self._write_latest(saved.manifest)
             return saved
@@ -202,11 +239,12 @@ class CheckpointStore:
                 )
         return folder
 
-    def retire(self, *, keep_full: int = 0) -> list[str]:
+    def retire(self, *, keep_full: int = 0, keep_steps: Collection[int] = ()) -> list[str]:
         """Delete what nobody needs any more; returns the names.
 
         Weights-only folders, and rolling full ones, go when `NUM_SERVED` newer steps are there
         and a newer full one is; other full ones only beyond the newest `keep_full` (0: all stay).
+        Those of `keep_steps` stay: an explorer loads them, or a branch begins there.
         """
         found = self._listed()
         full = [s for s in found if s.manifest.kind == "full"]
@@ -214,6 +252,7 @@ class CheckpointStore:
         gone = [s for s in found[NUM_SERVED:] if s not in lasting and s not in full[:1]]
         if keep_full:
             gone += [s for s in lasting[keep_full:] if s not in found[:NUM_SERVED]]
+        gone = [s for s in gone if s.manifest.step not in keep_steps]
         for saved in gone:
             self.folders.remove(saved.name)
         return [s.name for s in gone]
@@ -224,13 +263,18 @@ class CheckpointStore:
             logger.info("removed %s/%s, which a dead trainer left half written", self.branch, name)
 
     def _fill(self, staged: Path, contents: Contents, step: int) -> str:
+        assert contents.write_model is not None
         digest = contents.write_model(_subfolder(staged, HF_FOLDER))
         faults.reach("checkpoint.weights_written", step)
         if contents.write_states is not None:
-            contents.write_states(_subfolder(staged, "actor"))
-            (staged / META).write_bytes(msgspec.json.encode(dict(contents.meta or {})))
-            faults.reach("checkpoint.state_written", step)
+            self._fill_states(staged, contents, step)
         return digest
+
+    def _fill_states(self, staged: Path, contents: Contents, step: int) -> None:
+        assert contents.write_states is not None
+        contents.write_states(_subfolder(staged, "actor"))
+        (staged / META).write_bytes(msgspec.json.encode(dict(contents.meta or {})))
+        faults.reach("checkpoint.state_written", step)
 
     def _place(self, staged: Path, name: str, manifest: Manifest) -> Saved:
         there = [s for s in self._listed() if s.manifest.step == manifest.step]
@@ -239,13 +283,16 @@ class CheckpointStore:
             return same
         if same is not None and same.manifest.kind == "weights":
             states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
-            self.folders.upgrade(staged, same.uri, states)
-            self._known.pop(same.name)
-            return self.look(same.name)
+            return self._upgrade(staged, same, states)
         if not there and name in self.folders.names():
             self.folders.remove(name)
         uri = self.folders.place(staged, name, manifest.epoch)
         return self.look(uri.rsplit("/", 1)[-1])
+
+    def _upgrade(self, staged: Path, served: Saved, files: Iterable[str]) -> Saved:
+        self.folders.upgrade(staged, served.uri, files)
+        self._known.pop(served.name, None)
+        return self.look(served.name)
 
     def _write_latest(self, manifest: Manifest) -> None:
         names = ["latest_state_dict_iteration.txt"]

@@ -42,6 +42,34 @@ class LeaseKeeper:
         self.check()
         self._log.renew(self.lease)
 
+    def prove_apart(self) -> None:
+        """As `prove`, from another thread than the owner's: over a connection of its own."""
+        self.check()
+        log = self._log.reopen()
+        try:
+            log.renew(self.lease)
+        finally:
+            log.close()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self._process.is_stopping
+
+    def say(self, waiting_for: str) -> None:
+        """What the owner's thread waits for, for others to read; raises Fenced as `check`."""
+        self.check()
+        self._process.idle(waiting_for)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The owner's thread waits inside `working`, and says itself for what."""
+        was_busy, self._is_busy = self._is_busy, False
+        try:
+            yield
+        finally:
+            self._is_busy = was_busy
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """The owner's thread works inside and cannot say so itself: the keeper does."""

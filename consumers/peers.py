@@ -49,6 +49,16 @@ class Peers:
         ]
         return f"Last seen: {'; '.join(words)}."
 
+    def loading(self) -> set[int]:
+        """Policy versions that explorers said within 10 s they are loading."""
+        self.look()
+        now = time.monotonic()
+        return {
+            int(beat.metrics["loading_version"])
+            for at, beat in self._beats.values()
+            if now - at < FRESH_S and "loading_version" in beat.metrics
+        }
+
     def close(self) -> None:
         """Stop reading."""
         self._consumer.close()

@@ -15,7 +15,7 @@ from ..schemas.events import Branch
 from ..streams.lineage import Lineage
 from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
 from .recorded import History
-from .saving import EXTRA_FILE, OPTIMIZER_FILE
+from .states import EXTRA_FILE, OPTIMIZER_FILE
 
 if TYPE_CHECKING:
     from .learning.learner import Learner

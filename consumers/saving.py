@@ -1,22 +1,31 @@
-"""When checkpoints are saved and how they are announced; a save that fails is tried again."""
+"""When checkpoints are saved and how they are announced; a save that fails is tried again.
+
+Weights for explorers are written before training goes on, since they wait for them; the states of
+a full checkpoint are copied, and written while training goes on (trainer.async_save).
+"""
 
 from __future__ import annotations
 
 import logging
 import tempfile
 import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..schemas.errors import LogUnavailable, Timeout
 from ..schemas.events import Checkpoint, now_ms
 from ..streams import faults
 from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
+from .background import BackgroundSave
 from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
 from .sources.source import Source
+from .states import States, copied
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
@@ -24,8 +33,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("streamrft")
 
 RETRY_S = 5.0
-OPTIMIZER_FILE = "optim_world_size_1_rank_0.pt"
-EXTRA_FILE = "extra_state_world_size_1_rank_0.pt"
+STOP_S = 15.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A save that is to be made."""
+
+    is_full: bool
+    is_rolling: bool = False
 
 
 @dataclass
@@ -52,23 +69,22 @@ class Saver:
     learner: Learner
     source: Source
     announced: dict[int, Checkpoint]
+    steps_in_use: Callable[[], Collection[int]] = tuple
     newest_full: Saved | None = None
     _owed: _Owed | None = None
+    _writing: BackgroundSave | None = None
     _last_full: float = field(default_factory=time.monotonic)
 
     def after_step(self, step: int, *, is_last: bool) -> None:
         """Save what this step asks for; a failure is logged and owed, but not at the last step."""
+        self.settle()
         if step in self.announced:
             self._stand_by(self.announced[step])
-        every = self.settings.save_interval
-        is_planned = is_last or step == 0 or bool(every and step % every == 0)
-        is_rolling = not is_planned and self._is_resume_point_old()
-        is_served = self.settings.sft is None and step % self.settings.sync_interval == 0
-        owes_full = self._owed is not None and self._owed.is_full
-        if is_planned or is_rolling or owes_full:
-            self._try(step, is_full=True, is_rolling=is_rolling, must=is_last or step == 0)
-        elif (is_served or self._owed is not None) and step not in self.announced:
-            self._try(step, is_full=False, is_rolling=False, must=False)
+        if self._due(step, is_last) is None or not self._land():
+            return
+        # what was landed may have failed, and is owed by this save
+        if (due := self._due(step, is_last)) is not None:
+            self._try(step, due, must=is_last or step == 0)
 
     def go_on_from(self, saved: Saved) -> None:
         """Announce again what training goes on from: a kill may have come before the first time."""
@@ -76,21 +92,37 @@ class Saver:
         if self.stands(saved.manifest.step, saved.manifest.digest):
             self.announce(saved, self.store.branch)
 
+    def settle(self) -> None:
+        """Announce the save in the background if it is whole by now; does not wait for it."""
+        if self._writing is None or not self._writing.is_done:
+            return
+        done, self._writing = self._writing, None
+        try:
+            saved = done.result()
+        except CheckpointFailed as error:
+            self._owe(error, is_full=True)
+            return
+        self._owed = None
+        self._publish(done.step, saved, done.position)
+
     def retry(self, step: int) -> str | None:
         """Try an owed save again, at most every 5 s; what is owed still, in words."""
-        if self._owed is not None and time.monotonic() >= self._owed.next_try:
-            self._try(step, is_full=self._owed.is_full, is_rolling=False, must=False)
+        self.settle()
+        owed = self._owed
+        if owed and self._writing is None and time.monotonic() >= owed.next_try:
+            self._try(step, _Due(owed.is_full), must=False)
         return f"the storage of checkpoints: {self._owed.why}" if self._owed else None
 
     def finish(self, step: int) -> None:
         """The last full checkpoint. Raises CheckpointFailed when it cannot be written."""
+        self._land()
         if not self._is_full(step) or self._owed is not None:
-            self._try(step, is_full=True, is_rolling=False, must=True)
+            self._try(step, _Due(True), must=True)
 
     def shorten_resume(self, step: int) -> None:
         """A full checkpoint before an early end, if steps were done since the last one."""
-        if not self._is_full(step):
-            self._try(step, is_full=True, is_rolling=True, must=False)
+        if self._land() and not self._is_full(step):
+            self._try(step, _Due(True, is_rolling=True), must=False, waits=True)
 
     def stands(self, step: int, digest: str) -> bool:
         """Whether `digest` may be announced for the version."""
@@ -129,27 +161,92 @@ class Saver:
     def _is_resume_point_old(self) -> bool:
         return time.monotonic() - self._last_full >= self.settings.resume_minutes * 60
 
-    def _try(self, step: int, *, is_full: bool, is_rolling: bool, must: bool) -> None:
+    def _due(self, step: int, is_last: bool) -> _Due | None:
+        every = self.settings.save_interval
+        is_planned = is_last or step == 0 or bool(every and step % every == 0)
+        is_rolling = not is_planned and self._is_resume_point_old()
+        if is_planned or is_rolling or (self._owed is not None and self._owed.is_full):
+            return _Due(True, is_rolling=is_rolling)
+        if (self._is_served(step) or self._owed is not None) and step not in self.announced:
+            return _Due(False)
+        return None
+
+    def _is_served(self, step: int) -> bool:
+        return self.settings.sft is None and step % self.settings.sync_interval == 0
+
+    def _try(self, step: int, due: _Due, *, must: bool, waits: bool = False) -> None:
         try:
-            self._save(step, is_full=is_full, is_rolling=is_rolling)
-            self._owed = None
+            if due.is_full and self.settings.async_save and not (must or waits):
+                self._begin(step, is_rolling=due.is_rolling)
+            else:
+                self._save(step, due)
+                self._owed = None
         except CheckpointFailed as error:
             if must:
                 raise
-            logger.error("%s; training goes on, the next save tries again", error)
-            self._owed = _Owed(is_full, str(error), time.monotonic() + RETRY_S)
+            self._owe(error, is_full=due.is_full)
 
-    def _save(self, step: int, *, is_full: bool, is_rolling: bool) -> None:
+    def _owe(self, error: CheckpointFailed, *, is_full: bool) -> None:
+        logger.error("%s; training goes on, the next save tries again", error)
+        self._owed = _Owed(is_full, str(error), time.monotonic() + RETRY_S)
+
+    def _save(self, step: int, due: _Due) -> Saved:
+        """Write and announce while training waits."""
         position = self.source.position()
-        saved = self.store.save(
-            self._contents(step, position, is_full=is_full),
-            step=step,
-            epoch=self.announcer.epoch,
-            num_threads=_num_threads(),
-            is_rolling=is_rolling,
-            before_place=self.keeper.prove,
-        )
-        if is_full:
+        states = States.of(self.learner) if due.is_full else None
+        contents = self._contents(self.learner.save_hf, states, step, position)
+        saved = self.store.save(contents, **self._terms(step, due), before_place=self.keeper.prove)
+        self._publish(step, saved, position)
+        return saved
+
+    def _begin(self, step: int, *, is_rolling: bool) -> None:
+        """Serve the weights, copy the rest, and leave the writing to a thread."""
+        due = _Due(True, is_rolling=is_rolling)
+        served = None
+        if self._is_served(step) and step not in self.announced:
+            served = self._save(step, _Due(False))
+        position, states = self.source.position(), States.of(self.learner).copied()
+        if served is None:
+            weights = copied(self.learner.state_dict())
+            save_model = partial(self.learner.save_hf, state=weights)
+            contents = self._contents(save_model, states, step, position)
+            write = partial(self.store.save, contents, **self._terms(step, due))
+        else:
+            contents = self._contents(None, states, step, position)
+            write = partial(self.store.complete, served, contents, **self._terms(step, due))
+        write = partial(write, before_place=self._prove_apart)
+        self._last_full = time.monotonic()
+        self._writing = BackgroundSave(step, position, write)
+
+    def _prove_apart(self) -> None:
+        try:
+            self.keeper.prove_apart()
+        except LogUnavailable as error:
+            raise CheckpointFailed(f"a checkpoint is not placed: {error}") from error
+
+    def _land(self) -> bool:
+        """Wait for the save in the background; whether none is left. Bounded once asked to stop.
+
+        Raises:
+            Timeout: it did not end within max_read_timeout.
+        """
+        began, limit_ms = time.monotonic(), self.settings.max_read_timeout_ms
+        with self.keeper.waiting():
+            while (writing := self._writing) is not None and not writing.wait(_POLL_S):
+                blocker = f"the save of step {writing.step} to {self.store.folders.uri}"
+                waited_s = time.monotonic() - began
+                if self.keeper.is_stopping and waited_s > STOP_S:
+                    logger.error("%s is given up after %.0f s: asked to stop", blocker, waited_s)
+                    return False
+                if waited_s * 1000 > limit_ms:
+                    raise Timeout(blocker, limit_ms, "See whether the storage answers.")
+                self.keeper.say(blocker)
+        self.settle()
+        return True
+
+    def _publish(self, step: int, saved: Saved, position: Mapping[str, Any]) -> None:
+        """Announce and commit what is whole, on the thread that the log belongs to."""
+        if saved.manifest.kind == "full":
             self._last_full, self.newest_full = time.monotonic(), saved
         if self.stands(step, saved.manifest.digest):
             self.announce(saved, self.store.branch)
@@ -158,20 +255,25 @@ class Saver:
         faults.reach("checkpoint.committed", step)
         self._retire()
 
-    def _contents(self, step: int, position: dict[str, Any], *, is_full: bool) -> Contents:
-        if not is_full:
-            return Contents(self.learner.save_hf)
+    def _contents(
+        self,
+        save_model: Callable[[Path], str] | None,
+        states: States | None,
+        step: int,
+        position: Mapping[str, Any],
+    ) -> Contents:
+        if states is None:
+            return Contents(save_model)
         meta = {"latest_iteration": step, "branch": self.store.branch, "position": position}
-        return Contents(self.learner.save_hf, self._write_states, meta)
+        return Contents(save_model, states.write, meta)
 
-    def _write_states(self, folder: Path) -> None:
-        import torch
-
-        try:
-            torch.save(self.learner.optimizer_state(), folder / OPTIMIZER_FILE)
-            torch.save({"rng": self.learner.rng_state()}, folder / EXTRA_FILE)
-        except RuntimeError as error:  # torch's own file writer says so when the disk is full
-            raise OSError(f"{folder}: {error}") from error
+    def _terms(self, step: int, due: _Due) -> dict[str, Any]:
+        return {
+            "step": step,
+            "epoch": self.announcer.epoch,
+            "num_threads": _num_threads(),
+            "is_rolling": due.is_rolling,
+        }
 
     def _stand_by(self, first: Checkpoint) -> None:
         """A version that was announced is made again: its bytes should be the same, and stand."""
@@ -185,7 +287,9 @@ class Saver:
 
     def _retire(self) -> None:
         try:
-            gone = self.store.retire(keep_full=self.settings.max_checkpoints_to_keep)
+            gone = self.store.retire(
+                keep_full=self.settings.max_checkpoints_to_keep, keep_steps=self.steps_in_use()
+            )
         except storage_errors() as error:
             logger.warning("old checkpoints are not deleted: %s", error)
             return

@@ -81,6 +81,7 @@ class SftSource:
 class TrainerSettings:
     """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
 
+    `async_save` writes the states of a full checkpoint while training goes on.
     `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
     first `critic_warmup` steps.
     """
@@ -97,6 +98,7 @@ class TrainerSettings:
     sync_interval: int = 1
     save_interval: int = 0
     resume_minutes: float = 10.0
+    async_save: bool = False
     max_checkpoints_to_keep: int = 0
     resume_from: str | None = None
     branch: str | None = None

@@ -72,7 +72,18 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         else _row_source(settings, rows, learner, position)
     )
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
-    saver = Saver(settings, store, announcer, keeper, learner, source, history.announced(lineage))
+    peers = Peers(process.log, process.topics)
+    forked = {b.step for b in history.branches if b.parent == lineage.branch}
+    saver = Saver(
+        settings,
+        store,
+        announcer,
+        keeper,
+        learner,
+        source,
+        history.announced(lineage),
+        steps_in_use=lambda: forked | peers.loading(),
+    )
     _announce(saver, fork, base)
     return TrainingLoop(
         process=process,
@@ -84,7 +95,7 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         learner=learner,
         source=source,
         saver=saver,
-        peers=Peers(process.log, process.topics),
+        peers=peers,
         step=base.saved.manifest.step if base else 0,
         total_steps=total_steps,
     )

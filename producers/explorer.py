@@ -266,6 +266,11 @@ class Explorer:
             policy_version=float(self._service.policy_version),
             num_running=float(self._num_running),
         )
+        loading = self._service.loading
+        if loading is None:
+            self._process.metrics.pop("loading_version", None)
+        else:
+            self._process.metrics["loading_version"] = float(loading.step)
         if self._num_running and not self._service.blocker:
             self._process.alive()
         else:

@@ -282,13 +282,15 @@ class Learner:
         """Replace the weights in place; names as in `state_dict`, else ConfigError."""
         self._policy.load_weights(state)
 
-    def save_hf(self, folder: Path) -> str:
+    def save_hf(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
         """Write the Hugging Face folder; returns the sha256 of model.safetensors.
+
+        `state`, a copy of an earlier `state_dict`, is written in place of the present weights.
 
         config.json, generation_config.json, tokenizer files, chat_template.jinja and one
         model.safetensors, whose bytes are a function of the weights alone.
         """
-        return self._policy.save(folder)
+        return self._policy.save(folder, state)
 
     def optimizer_state(self) -> dict[str, Any]:
         """For torch.save; loads with weights_only=True. The whole critic is part of it."""

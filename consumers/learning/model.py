@@ -109,15 +109,19 @@ class PolicyModel:
                 )
         self.network.load_state_dict(dict(state), strict=False)
 
-    def save(self, folder: Path) -> str:
-        """Write config, tokenizer and one model.safetensors; returns the sha256 of the latter."""
+    def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
+        """Write config, tokenizer and one model.safetensors; returns the sha256 of the latter.
+
+        `state` is written in place of the present weights; names as in `state_dict`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if not self._static:
             self._static = self._static_files()
         for name, content in self._static.items():
             (folder / name).write_bytes(content)
         weights = folder / WEIGHTS_FILE
-        save_file(self.state_dict(), weights, metadata={"format": "pt"})
+        tensors = self.state_dict() if state is None else dict(state)
+        save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes mode 0600, which processes of another user could not read
         weights.chmod(0o644)
         return sha256_file(weights)

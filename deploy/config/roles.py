@@ -125,6 +125,7 @@ class TrainerSection:
     """How is trained. Steps are optimiser steps; `save_interval` 0 saves fully only at the end.
 
     `resume_minutes` (minutes) bounds what a restart trains again, whatever `save_interval` says.
+    `async_save` null writes full checkpoints while training goes on, but not in deterministic runs.
     `max_token_len_per_gpu` null takes twice `model.max_model_len`, at least 8,192.
     """
 
@@ -153,6 +154,7 @@ class TrainerSection:
     trainer_config: Mapping[str, Any] = field(default_factory=dict)
     trainer_config_path: str = ""
     resume_minutes: float = 10.0
+    async_save: bool | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     num_threads: int | None = None

@@ -48,6 +48,7 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         sync_interval=sync.sync_interval,
         save_interval=trainer.save_interval,
         resume_minutes=trainer.resume_minutes,
+        async_save=not config.deterministic if trainer.async_save is None else trainer.async_save,
         max_checkpoints_to_keep=trainer.max_checkpoints_to_keep,
         resume_from=config.resume_from,
         branch=branch_of(config) if config.resume_from else None,

@@ -65,6 +65,8 @@ class EngineService:
         self._loaded: Checkpoint | None = None
         self.wanted: Checkpoint | None = None
         """What to serve; set by the explorer from its own thread before it starts a group."""
+        self.loading: Checkpoint | None = None
+        """What is being read from storage, so that nobody deletes it meanwhile."""
         self.num_active = 0
         """Groups being rolled out; set by the event loop."""
         self.blocker = ""
@@ -175,7 +177,9 @@ class EngineService:
             assert wanted is not None, "an explorer starts no group before the first checkpoint"
             try:
                 if wanted != self._loaded:
+                    self.loading = wanted
                     self._load(wanted)
+                    self.loading = None
                 self.blocker = ""
                 break
             except WeightsUnavailable as error:

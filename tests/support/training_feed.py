@@ -111,6 +111,7 @@ class Feed:
     folder: Path
     model: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = open_log(self.url)
@@ -156,7 +157,9 @@ class Feed:
     def start(self, *, kill_at: str = "", **changes: Any) -> Any:
         """A trainer process; `kill_at` as STREAMRFT_KILL_AT, without its marker file."""
         marker = self.folder / "killed"
-        environment = {"STREAMRFT_KILL_AT": f"{kill_at}={marker}"} if kill_at else {}
+        environment = dict(self.environment)
+        if kill_at:
+            environment["STREAMRFT_KILL_AT"] = f"{kill_at}={marker}"
         process = _SERVER.Process(
             target=_run,
             args=(self.url, self.trainer_settings(**changes), environment, self.said_at),

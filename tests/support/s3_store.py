@@ -1,0 +1,67 @@
+"""An S3 store (moto's server in a thread), that can go away and come back with what it holds."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from moto.core.base_backend import BackendDict
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from moto.s3.models import s3_backends
+
+BUCKET = "checkpoints"
+_ACCOUNT = "123456789012"
+
+
+class S3Store:
+    """started <-> stopped: away, connections are refused."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server: ThreadedMotoServer | None = None
+        self._backend.create_bucket(BUCKET, "us-east-1")
+        self.start()
+
+    @property
+    def uri(self) -> str:
+        """Of its bucket."""
+        return f"s3://{BUCKET}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to find it."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def start(self) -> None:
+        """Answer, on the same port as before."""
+        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        """Be away; no error when it is."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def close(self) -> None:
+        """Go, and forget everything."""
+        self.stop()
+        self._backend.buckets.clear()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the objects that are there whole."""
+        return sorted(self._backend.buckets[BUCKET].keys.keys())
+
+    @property
+    def _backend(self):
+        backends: BackendDict = s3_backends
+        return backends[_ACCOUNT]["aws"]
