@@ -22,8 +22,9 @@ KAFKA_FOLDER ?= runs/kafka
 kafka:
 	@$(PYTHON) -m deploy.kafka.serve --port $(KAFKA_PORT) --folder $(KAFKA_FOLDER)
 
+# two at a time: most of the time they wait, for brokers, for deadlines, for processes to start
 test: .venv/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-kafka: .venv/dev
 	$(BIN)/python -m pytest -k kafka
