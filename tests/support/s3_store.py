@@ -8,6 +8,7 @@ import socket
 from moto.core.base_backend import BackendDict
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from moto.s3.models import s3_backends
+from s3fs import S3FileSystem
 
 BUCKET = "checkpoints"
 _ACCOUNT = "123456789012"
@@ -38,6 +39,8 @@ class S3Store:
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests",
             "AWS_DEFAULT_REGION": "us-east-1",
+            # s3fs asks five times itself: a test does not wait for five times five
+            "AWS_MAX_ATTEMPTS": "1",
         }
 
     def start(self) -> None:
@@ -54,12 +57,19 @@ class S3Store:
     def close(self) -> None:
         """Go, and forget everything."""
         self.stop()
-        self._backend.buckets.clear()
+        self._backend.reset()
+        # its address would be asked by the next test, too
+        S3FileSystem.clear_instance_cache()
 
     @property
     def names(self) -> list[str]:
         """Names of the objects that are there whole."""
         return sorted(self._backend.buckets[BUCKET].keys.keys())
+
+    def num_parts(self, name: str) -> int:
+        """Parts that an object went up in; its tag tells. 0 when it went up at once."""
+        tag = self._backend.buckets[BUCKET].keys[name].etag.strip('"')
+        return int(tag.partition("-")[2] or 0)
 
     @property
     def _backend(self):

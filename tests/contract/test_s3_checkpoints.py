@@ -1,0 +1,119 @@
+"""Checkpoints on S3, by moto's server: whole runs, a store that goes away, large files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from s3_store import S3Store
+from training_feed import Feed, ended, trained_ids
+from waiting import until
+
+from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, Contents
+from streamrft.schemas import events as ev
+
+NUM_GROUPS = 6
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def store():
+    made = S3Store()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in made.environment.items():
+            patch.setenv(name, value)
+        yield made
+    made.close()
+
+
+def new_feed(folder: Path, model: Path, store: S3Store | None, **settings: object) -> Feed:
+    if store is not None:
+        settings["checkpoint_uri"] = f"{store.uri}/{folder.parent.name}"
+    folder.mkdir(exist_ok=True)
+    environment = store.environment if store else {}
+    return Feed(folder, model, {"save_interval": 1, **settings}, environment)
+
+
+def test_run_saves_to_s3_and_another_goes_on_from_there(
+    store: S3Store, tmp_path: Path, tiny_model_dir: Path
+):
+    feed = new_feed(tmp_path / "s3", tiny_model_dir, store, async_save=True)
+    feed.write_groups(range(4))
+    assert feed.train(total_steps=2) == 0, feed.said
+    feed.write_groups(range(4, NUM_GROUPS))
+    feed.write(ended(NUM_GROUPS), topic="tasks")
+    assert feed.train() == 0, feed.said
+    quiet = new_feed(tmp_path / "disk", tiny_model_dir, None)
+    quiet.write_groups(range(NUM_GROUPS))
+    quiet.write(ended(NUM_GROUPS), topic="tasks")
+    assert quiet.train() == 0
+    assert trained_ids(feed.cuts) == trained_ids(quiet.cuts)
+    assert feed.digests == quiet.digests
+    last = feed.read("checkpoints", ev.Checkpoint)[-1]
+    assert (last.kind, last.uri[: len(store.uri)]) == ("full", store.uri)
+    for kind in ("checkpointed", "state_dict"):
+        assert f"{tmp_path.name}/latest_{kind}_iteration.txt" in store.names
+
+
+def test_store_that_goes_away_is_said_and_training_goes_on(
+    store: S3Store, tmp_path: Path, tiny_model_dir: Path
+):
+    feed = new_feed(tmp_path / "s3", tiny_model_dir, store, async_save=True)
+    feed.write_groups(range(2))
+    running = feed.start()
+    try:
+        until(lambda: ("main", 1) in feed.digests, "version 1")
+        store.stop()
+        feed.write_groups(range(2, 4))
+        until(lambda: len(feed.read("train_steps", ev.TrainStep)) == 2, "a step without a store")
+        until(lambda: "training goes on" in feed.said, "the reason")
+        assert "does not answer" in feed.said
+        store.start()
+        until(lambda: ("main", 2) in feed.digests, "the owed save")
+        feed.write_groups(range(4, NUM_GROUPS))
+        feed.write(ended(NUM_GROUPS), topic="tasks")
+        running.join(60)
+        assert running.exitcode == 0, feed.said
+    finally:
+        running.kill()
+        running.join()
+    assert {step for _, step in feed.digests} >= {0, 1, 2, 3}
+    found = CheckpointStore(f"{store.uri}/{tmp_path.name}", "main").scan()
+    assert found[0].manifest.step == 3 and found[0].manifest.kind == "full"
+
+
+def test_large_file_goes_up_in_parts_and_comes_down_the_same(store: S3Store, tmp_path: Path):
+    size = 101 * MIB
+
+    def write_states(folder: Path) -> None:
+        with (folder / "optim_world_size_1_rank_0.pt").open("wb") as file:
+            file.seek(size - 4)
+            file.write(b"last")
+
+    saved = CheckpointStore(f"{store.uri}/large", "main").save(
+        Contents(_model, write_states, {}), step=1, epoch=1
+    )
+    path = f"large/{saved.name}/actor/optim_world_size_1_rank_0.pt"
+    assert store.num_parts(path) == 3
+    folder = CheckpointStore(f"{store.uri}/large", "main").fetch(saved, tmp_path)
+    fetched = folder / "actor" / "optim_world_size_1_rank_0.pt"
+    assert fetched.stat().st_size == size
+
+
+def test_store_away_in_an_upload_leaves_nothing_that_is_taken(store: S3Store, tmp_path: Path):
+    def away() -> None:
+        store.stop()
+
+    place = CheckpointStore(f"{store.uri}/away", "main")
+    place.save(Contents(_model, lambda folder: None, {}), step=1, epoch=1)
+    with pytest.raises(CheckpointFailed, match="global_step_2 is not written.*does not answer"):
+        place.save(Contents(_model, lambda folder: None, {}), step=2, epoch=1, before_place=away)
+    store.start()
+    assert [s.manifest.step for s in place.scan()] == [1]
+
+
+def _model(folder: Path) -> str:
+    import hashlib
+
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return hashlib.sha256(b"weights").hexdigest()

@@ -1,0 +1,214 @@
+"""Saves in the background, saves that fail, and what old checkpoints stay for."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+from training_feed import TOPICS, Feed, ended, trained_ids
+from waiting import until
+
+from streamrft.consumers.background import BackgroundSave
+from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore
+from streamrft.consumers.peers import Peers
+from streamrft.consumers.states import States
+from streamrft.schemas import events as ev
+
+NUM_GROUPS = 6
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Feed:
+    """Three steps, saved while training waits."""
+    feed = Feed(tmp_path_factory.mktemp("quiet"), tiny_model_dir, {"save_interval": 1})
+    finish(feed, 0)
+    return feed
+
+
+def finish(feed: Feed, first: int) -> None:
+    feed.write_groups(range(first, NUM_GROUPS))
+    feed.write(ended(NUM_GROUPS), topic="tasks")
+    assert feed.train() == 0, feed.said
+
+
+def full_steps(feed: Feed) -> list[int]:
+    return sorted({c.step for c in feed.read("checkpoints", ev.Checkpoint) if c.kind == "full"})
+
+
+def saved_files(feed: Feed, step: int) -> dict[str, str]:
+    found = CheckpointStore(str(feed.folder / "checkpoints"), "main").scan()
+    (saved,) = [s for s in found if s.manifest.step == step]
+    assert saved.manifest.kind == "full"
+    return {path: entry.sha256 for path, entry in saved.manifest.files.items()}
+
+
+def test_what_is_written_in_the_background_is_what_waiting_would_have_written(
+    quiet: Feed, tmp_path: Path, tiny_model_dir: Path
+):
+    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "async_save": True})
+    finish(feed, 0)
+    assert full_steps(feed) == full_steps(quiet) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        assert saved_files(feed, step) == saved_files(quiet, step)
+
+
+def test_whole_model_is_copied_where_no_explorer_waits_for_it(
+    quiet: Feed, tmp_path: Path, tiny_model_dir: Path
+):
+    settings = {"save_interval": 1, "sync_interval": 5, "async_save": True}
+    feed = Feed(tmp_path, tiny_model_dir, settings)
+    finish(feed, 0)
+    assert [c.kind for c in feed.read("checkpoints", ev.Checkpoint)] == ["full"] * 4
+    for step in (1, 2, 3):
+        assert saved_files(feed, step) == saved_files(quiet, step)
+
+
+def test_weights_are_announced_before_the_rest_is_written(tmp_path: Path, tiny_model_dir: Path):
+    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "async_save": True})
+    finish(feed, 0)
+    kinds = [(c.step, c.kind) for c in feed.read("checkpoints", ev.Checkpoint)]
+    assert kinds == [(0, "full"), *((s, k) for s in (1, 2, 3) for k in ("weights", "full"))]
+
+
+def test_copy_is_not_changed_by_training_on(tiny_model_dir: Path):
+    from torch import zeros
+
+    class Learner:
+        def __init__(self) -> None:
+            self.moments = zeros(2)
+
+        def optimizer_state(self):
+            return {"state": {0: {"exp_avg": self.moments}}, "param_groups": [{"betas": (0.9, 1)}]}
+
+        def rng_state(self):
+            return {"cpu": self.moments}
+
+    learner = Learner()
+    copy = States.of(learner).copied()  # type: ignore[arg-type]
+    learner.moments += 1
+    assert copy.optimizer["state"][0]["exp_avg"].tolist() == [0, 0]
+    assert copy.optimizer["param_groups"] == [{"betas": (0.9, 1)}]
+    assert copy.rng["cpu"].tolist() == [0, 0]
+
+
+def test_error_of_the_thread_is_raised_by_whoever_lands_the_save():
+    def fail():
+        raise CheckpointFailed("no space left")
+
+    save = BackgroundSave(3, {}, fail)
+    assert save.wait(10)
+    with pytest.raises(CheckpointFailed, match="no space"):
+        save.result()
+
+
+def test_save_is_not_done_before_its_thread_is():
+    gate = threading.Event()
+    save = BackgroundSave(3, {}, lambda: gate.wait(10))  # type: ignore[arg-type, return-value]
+    assert not save.is_done and not save.wait(0.01)
+    gate.set()
+    assert save.wait(10)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["synchronous", "asynchronous"])
+def test_full_disk_is_said_and_training_goes_on(
+    async_save: bool, quiet: Feed, tmp_path: Path, tiny_model_dir: Path
+):
+    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "async_save": async_save})
+    running = feed.start()
+    try:
+        until(lambda: 0 in full_steps(feed), "step 0")
+        states = saved_files_size(quiet)
+        # the optimiser's file does not fit any more; weights and the log do
+        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (states - 1, resource.RLIM_INFINITY))
+        feed.write_groups(range(4))
+        until(lambda: len(feed.read("train_steps", ev.TrainStep)) == 2, "two steps")
+        until(lambda: "training goes on" in feed.said, "the reason")
+        assert full_steps(feed) == [0]
+        assert "global_step_1 is not written" in feed.said
+        beats = lambda: [b.waiting_for for b in feed.read("heartbeats", ev.Heartbeat)]  # noqa: E731
+        until(lambda: any("storage of checkpoints" in b for b in beats()), "a heartbeat of it")
+        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        until(lambda: 2 in full_steps(feed), "the owed save")
+        feed.write_groups(range(4, NUM_GROUPS))
+        feed.write(ended(NUM_GROUPS), topic="tasks")
+        running.join(30)
+        assert running.exitcode == 0, feed.said
+    finally:
+        running.kill()
+        running.join()
+    assert trained_ids(feed.cuts) == trained_ids(quiet.cuts)
+    # a version that was never whole is not announced; the others are those of a quiet run
+    assert {("main", 0), ("main", 2), ("main", 3)} <= feed.digests.keys()
+    assert feed.digests.items() <= quiet.digests.items()
+    assert not list((feed.folder / "checkpoints").glob("*.tmp"))
+
+
+def saved_files_size(feed: Feed) -> int:
+    """Bytes of the optimiser's file after a step."""
+    folder = feed.folder / "checkpoints" / "global_step_1" / "actor"
+    return (folder / "optim_world_size_1_rank_0.pt").stat().st_size
+
+
+def test_checkpoint_that_an_explorer_loads_is_not_deleted(tmp_path: Path, tiny_model_dir: Path):
+    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "max_checkpoints_to_keep": 1})
+    feed.write_groups(range(2))
+    running = feed.start()
+    try:
+        until(lambda: ("main", 1) in feed.digests, "step 1")
+        feed.write(_beat(loading=1), topic="heartbeats")
+        feed.write_groups(range(2, 16))
+        feed.write(ended(16), topic="tasks")
+        running.join(60)
+        assert running.exitcode == 0, feed.said
+    finally:
+        running.kill()
+        running.join()
+    assert kept_steps(feed) == [1, 5, 6, 7, 8]
+
+
+def test_checkpoint_that_a_branch_begins_at_is_not_deleted(tmp_path: Path, tiny_model_dir: Path):
+    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "max_checkpoints_to_keep": 1})
+    feed.write_groups(range(4))
+    assert feed.train(total_steps=1) == 0
+    on_a = {"resume_from": "global_step_0", "branch": "a"}
+    assert feed.train(total_steps=2, **on_a) == 0, feed.said
+    feed.write(ev.Branch(branch="b", parent="a", step=1, produced_at=1), topic="checkpoints")
+    feed.write_groups(range(4, 16))
+    assert feed.train(total_steps=8, **on_a) == 0, feed.said
+    assert kept_steps(feed, "a") == [1, 5, 6, 7, 8]
+
+
+def kept_steps(feed: Feed, branch: str = "main") -> list[int]:
+    found = CheckpointStore(str(feed.folder / "checkpoints"), branch).scan()
+    return sorted(s.manifest.step for s in found)
+
+
+def _beat(loading: float) -> ev.Heartbeat:
+    return ev.Heartbeat(
+        process="explorer-0",
+        role="explorer",
+        state="alive",
+        waiting_for="",
+        host="here",
+        pid=1,
+        metrics={"loading_version": loading},
+        produced_at=1,
+    )
+
+
+def test_word_of_an_explorer_is_taken_until_it_loads_no_more(tmp_path: Path, tiny_model_dir: Path):
+    feed = Feed(tmp_path, tiny_model_dir)
+    peers = Peers(feed.log, TOPICS)
+    assert peers.loading() == set()
+    feed.write(_beat(loading=7), topic="heartbeats")
+    until(lambda: peers.loading() == {7}, "the heartbeat")
+    feed.write(ev.Heartbeat(**{**_fields(_beat(7)), "metrics": {}}), topic="heartbeats")
+    until(lambda: peers.loading() == set(), "the next one")
+    peers.close()
+    feed.close()
+
+
+def _fields(beat: ev.Heartbeat) -> dict[str, object]:
+    return {name: getattr(beat, name) for name in beat.__struct_fields__}
