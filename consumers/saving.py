@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("streamrft")
 
 RETRY_S = 5.0
-STOP_S = 15.0
+STOP_S = 10.0
 _POLL_S = 0.2
 
 

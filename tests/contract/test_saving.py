@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import resource
 import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_feed import TOPICS, Feed, ended, trained_ids
 from waiting import until
 
+from streamrft.consumers import saving
 from streamrft.consumers.background import BackgroundSave
 from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore
+from streamrft.consumers.lease import LeaseKeeper
 from streamrft.consumers.peers import Peers
+from streamrft.consumers.saving import Saver
+from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
 from streamrft.consumers.states import States
 from streamrft.schemas import events as ev
+from streamrft.schemas.errors import Fenced
+from streamrft.streams.process import Process
 
 NUM_GROUPS = 6
 
@@ -212,3 +221,80 @@ def test_word_of_an_explorer_is_taken_until_it_loads_no_more(tmp_path: Path, tin
 
 def _fields(beat: ev.Heartbeat) -> dict[str, object]:
     return {name: getattr(beat, name) for name in beat.__struct_fields__}
+
+
+# --- one save at a time
+
+
+@dataclass
+class Keeper:
+    """A lease whose owner says what it waits for."""
+
+    is_stopping: bool = False
+    said: list[str] = field(default_factory=list)
+
+    def say(self, waiting_for: str) -> None:
+        self.said.append(waiting_for)
+
+    def waiting(self):
+        return nullcontext()
+
+
+def saver_that_writes(folder: Path, keeper: Keeper, until_set: threading.Event, error: Exception):
+    """A saver whose save of step 3 is in the background until told, and fails then."""
+    store = CheckpointStore(str(folder / "checkpoints"), "main")
+    settings = TrainerSettings("model", "checkpoints", AlgorithmSettings(), save_interval=3)
+    parts: list[Any] = [None, keeper, None, None]
+    saver = Saver(settings, store, *parts, announced={})
+
+    def write():
+        assert until_set.wait(20)
+        raise error
+
+    saver._writing = BackgroundSave(3, {}, write)
+    return saver
+
+
+def test_next_save_waits_for_the_one_before_and_says_so(tmp_path: Path):
+    keeper, gate = Keeper(), threading.Event()
+    saver = saver_that_writes(tmp_path, keeper, gate, Fenced("a successor holds it"))
+    saver.settle()
+    assert saver._writing is not None, "nobody waited for it"
+    threading.Timer(0.5, gate.set).start()
+    with pytest.raises(Fenced):
+        saver.after_step(6, is_last=False)
+    assert set(keeper.said) == {f"the save of step 3 to {tmp_path / 'checkpoints'}"}
+
+
+def test_failed_save_is_owed_and_named_by_who_waits(tmp_path: Path):
+    gate = threading.Event()
+    saver = saver_that_writes(tmp_path, Keeper(), gate, CheckpointFailed("no space left"))
+    gate.set()
+    until(lambda: saver._writing and saver._writing.is_done, "the thread")
+    assert saver.retry(3) == "the storage of checkpoints: no space left"
+
+
+def test_stop_does_not_wait_long_for_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(saving, "STOP_S", 0.3)
+    gate = threading.Event()
+    saver = saver_that_writes(tmp_path, Keeper(is_stopping=True), gate, OSError("late"))
+    saver.shorten_resume(4)
+    assert saver._writing is not None, "it was given up, not waited for"
+    gate.set()
+
+
+def test_folder_gets_no_name_after_a_successor(tmp_path: Path, tiny_model_dir: Path):
+    feed = Feed(tmp_path, tiny_model_dir)
+    process = Process(feed.log, TOPICS, name="old", role="trainer")
+    lease = process.acquire("trainer", 60_000)
+    assert lease is not None
+    with LeaseKeeper(process, lease) as keeper:
+        keeper.prove_apart()
+        feed.log.release(lease)
+        successor = process.acquire("trainer", 60_000)
+        assert successor is not None and successor.epoch > lease.epoch
+        with pytest.raises(Fenced):
+            keeper.prove_apart()
+    feed.close()
