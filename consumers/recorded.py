@@ -42,6 +42,10 @@ class History:
         """The lineage of a branch. Raises LogError for one that nobody announced."""
         return Lineage.of(branch, self.branches)
 
+    def forks_of(self, branch: str) -> set[int]:
+        """Steps at which other branches began."""
+        return {b.step for b in self.branches if b.parent == branch}
+
     def recorded_cut(self, lineage: Lineage, step: int) -> Cut | None:
         """The cut of a step of this lineage, if it was made."""
         found = (c for (b, s), c in self.cuts.items() if s == step and lineage.contains(b, s))

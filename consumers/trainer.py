@@ -73,17 +73,8 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
     )
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
     peers = Peers(process.log, process.topics)
-    forked = {b.step for b in history.branches if b.parent == lineage.branch}
-    saver = Saver(
-        settings,
-        store,
-        announcer,
-        keeper,
-        learner,
-        source,
-        history.announced(lineage),
-        steps_in_use=lambda: forked | peers.loading(),
-    )
+    saver = Saver(settings, store, announcer, keeper, learner, source, history.announced(lineage))
+    saver.steps_in_use = lambda: history.forks_of(lineage.branch) | peers.loading()
     _announce(saver, fork, base)
     return TrainingLoop(
         process=process,
