@@ -99,6 +99,7 @@ class TrainingLoop:
         moved_at, moved = time.monotonic(), self.source.num_read
         while not self.process.is_stopping:
             self.keeper.check()
+            self.learner.check_ranks()
             self.saver.settle()
             try:
                 if (batch := ask()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from ..schemas.events import Branch, now_ms
@@ -14,6 +15,7 @@ from .checkpoints import CheckpointStore
 from .learning.examples import TrainingExample
 from .learning.learner import Learner
 from .learning.pairs import pair_from_row
+from .learning.ranks import Ranks, join_ranks
 from .learning.supervised import examples_from_rows
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
@@ -32,23 +34,38 @@ def run_trainer(process: Process, settings: TrainerSettings) -> None:
     """Train until the goal is reached or the process is asked to stop.
 
     Raises:
-        Fenced: another trainer took the lease. Timeout: nothing came for max_read_timeout, or a
-            living trainer holds the lease. CheckpointFailed: step 0 or the last checkpoint could
-            not be written. ConfigError: names the key.
+        Fenced: another trainer took the lease. RanksLost: another rank ended. Timeout: nothing
+            came for max_read_timeout, or a living trainer holds the lease. CheckpointFailed:
+            step 0 or the last checkpoint could not be written. ConfigError: names the key.
     """
     lease = process.acquire("trainer", settings.lease_ms)
     if lease is None:
         return
-    with LeaseKeeper(process, lease) as keeper:
+    with LeaseKeeper(process, lease) as keeper, ExitStack() as closed:
         with keeper.working():
-            loop = open_loop(process, settings, keeper)
-        try:
-            loop.run()
-        finally:
-            loop.close()
+            ranks = join_ranks()
+            closed.callback(ranks.close)
+            loop = open_loop(process, settings, keeper, ranks)
+            closed.callback(loop.close)
+        loop.run()
 
 
-def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) -> TrainingLoop:
+def follow_trainer() -> None:
+    """A rank above 0: train its share of what rank 0 reads, until that ends. Opens no log.
+
+    Raises:
+        RanksLost: rank 0 or another rank ended before its time.
+    """
+    ranks = join_ranks()
+    if (order := ranks.next_order()) is not None:
+        _, arguments = order
+        Learner(**arguments, ranks=ranks).follow()
+    ranks.close()
+
+
+def open_loop(
+    process: Process, settings: TrainerSettings, keeper: LeaseKeeper, ranks: Ranks
+) -> TrainingLoop:
     """Choose the branch, load its newest checkpoint or save that of step 0, announce it.
 
     Raises:
@@ -62,7 +79,8 @@ def open_loop(process: Process, settings: TrainerSettings, keeper: LeaseKeeper) 
         check_log(history, lineage, candidates, settings.checkpoint_uri)
     rows = None if settings.sft is None else _open_rows(settings.sft)
     total_steps = settings.total_steps or _num_steps(settings, rows)
-    learner = Learner(settings, total_steps=total_steps)
+    with ranks.together("start", settings=settings, total_steps=total_steps):
+        learner = Learner(settings, total_steps=total_steps, ranks=ranks)
     base = load_newest(learner, candidates)
     position = base.meta["position"] if base else None
     announcer = Announcer(process.log, process.topics, keeper.lease)

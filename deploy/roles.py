@@ -23,6 +23,7 @@ from ..streams.process import Process
 from .handover import with_model
 from .parent import die_with_parent
 from .plan import Run, Stage, plan
+from .ranks import followers, ignore_signals, is_follower
 
 if TYPE_CHECKING:
     import faust
@@ -41,9 +42,26 @@ def role_command(args: argparse.Namespace) -> int:
     stage = _with_engine(run.stage(args.stage), getattr(args, "engine", None))
     _log_to_stderr(run)
     name = args.name or own_name(args.command)
-    run_role(run, stage, args.command, name)
+    if args.command == "train":
+        _train(run, stage, name)
+    else:
+        run_role(run, stage, args.command, name)
     _leave_threads()
     return 0
+
+
+def _train(run: Run, stage: Stage, name: str) -> None:
+    """The trainer, which may be several processes; only rank 0 has a role in the run."""
+    _check_role(stage, "train")
+    if is_follower():
+        ignore_signals()
+        load_plugins(run.plugin_dirs)
+        from ..consumers.trainer import follow_trainer
+
+        follow_trainer()
+        return
+    with followers(run, stage, name):
+        run_role(run, stage, "train", name)
 
 
 def _leave_threads() -> None:

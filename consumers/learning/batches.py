@@ -76,6 +76,17 @@ class MicroBatch:
     temperatures: Floats | None
 
 
+_NONE = np.zeros(0, np.int64)
+_EMPTY = MicroBatch(
+    input_ids=np.zeros((1, 1), np.int64),
+    predictors=_NONE,
+    targets=_NONE,
+    sequence=_NONE,
+    trained=_NONE,
+    temperatures=None,
+)
+
+
 def flatten(sequences: Sequence[TrainingSequence], *, recomputed: bool = False) -> FlatBatch:
     """Lay the sequences end to end. The first token of a sequence is predicted by nothing.
 
@@ -126,7 +137,9 @@ def plan(lengths: Indices, budget: int, *, max_padding: int = MAX_PADDING) -> li
 
 
 def assemble(batch: FlatBatch, rows: Indices) -> MicroBatch:
-    """The micro-batch of the sequences `rows`, in that order."""
+    """The micro-batch of the sequences `rows`, in that order; of none, one token untrained."""
+    if not len(rows):
+        return _EMPTY
     lengths, starts = batch.lengths[rows], batch.starts[rows]
     columns = np.arange(int(lengths.max()))
     is_real = columns < lengths[:, None]

@@ -18,11 +18,12 @@ from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.advantages.advantage import trained
 from ..algorithms.losses.critic import value_losses
 from ..settings import TrainerSettings
-from . import schedules
-from .batches import FlatBatch, assemble, plan
+from . import schedules, shards
+from .batches import FlatBatch, assemble
 from .device import DeviceBatch
 from .examples import TrainingExample
 from .model import PolicyModel
+from .ranks import Ranks
 
 
 class Critic:
@@ -32,14 +33,19 @@ class Critic:
     eq. 9; the clipped loss is in algorithms/losses/critic.py.
     """
 
-    def __init__(self, settings: TrainerSettings, *, total_steps: int | None) -> None:
+    def __init__(
+        self, settings: TrainerSettings, *, total_steps: int | None, ranks: Ranks | None = None
+    ) -> None:
         """Load from `settings.critic_model_path`, or else from `settings.model_path`."""
         path = settings.critic_model_path or settings.model_path
         self._backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
+        self._ranks = ranks or Ranks()
         network = self._backbone.network
         size = int(network.get_output_embeddings().weight.shape[1])
         self._head = torch.nn.Linear(size, 1, bias=False, device=self._backbone.device)
         torch.nn.init.zeros_(self._head.weight)
+        self._backbone.shard(self._ranks)
+        self._ranks.shard(self._head)
         self._parameters = [*network.base_model.parameters(), *self._head.parameters()]
         self._settings, self._total_steps = settings.algorithm.optimizer, total_steps
         self._optimizer = torch.optim.AdamW(
@@ -52,7 +58,9 @@ class Critic:
 
     def values(self, batch: DeviceBatch) -> Tensor:
         """V before each trained token of a micro-batch, float32 [n]."""
-        hidden = self._backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+        hidden = self._backbone.run(
+            lambda: self._backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+        )
         return self._head(hidden)[:, 0].float()
 
     def learn(
@@ -76,7 +84,7 @@ class Critic:
         returns = old + np.concatenate([advantage.raw(e) for e in examples]).astype(np.float32)
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for rows in plan(flat.lengths, budget):
+        for rows in self._ranks.plan(flat.lengths, budget):
             batch = DeviceBatch(assemble(flat, rows), flat, self._backbone.device)
             with self._backbone.autocast():
                 values = self.values(batch)
@@ -84,6 +92,7 @@ class Critic:
             loss = losses.sum() / num_tokens
             loss.backward()
             total += float(loss.detach())
+        total = sum(self._ranks.gathered(total))
         norm = self._update(step)
         metrics = {"critic/vf_loss": total, "critic/grad_norm": norm}
         return metrics | {
@@ -95,6 +104,7 @@ class Critic:
         """Clip and apply the gradient, unless it is not finite; its norm."""
         clip = self._settings.clip_grad
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
+        norm = shards.whole(norm)
         if math.isfinite(float(norm)):
             for group in self._optimizer.param_groups:
                 group["lr"] = schedules.learning_rate(self._settings, step, self._total_steps)
@@ -106,16 +116,18 @@ class Critic:
         """Weights and optimiser for torch.save; loads with weights_only=True."""
         return {
             "network": self._backbone.state_dict(),
-            "head": self._head.weight.detach().cpu().clone(),
-            "optimizer": self._optimizer.state_dict(),
+            "head": shards.whole(self._head.weight.detach()).cpu().clone(),
+            "optimizer": shards.optimizer_state(self._optimizer, self._ranks),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Undo `state`."""
-        self._backbone.load_weights(state["network"])
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Undo `state`; None on ranks above 0, which are sent their shards."""
+        self._backbone.load_weights(None if state is None else state["network"])
+        head = self._ranks.scattered(None if state is None else state["head"], self._head.weight)
         with torch.no_grad():
-            self._head.weight.copy_(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
+            self._head.weight.copy_(head)
+        optimizer = None if state is None else state["optimizer"]
+        shards.load_optimizer_state(self._optimizer, optimizer, self._ranks)
 
 
 def _explained(returns: np.ndarray, values: np.ndarray) -> float:

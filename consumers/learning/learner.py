@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import os
@@ -21,8 +22,8 @@ from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
 from ..algorithms.kl import KlLoss
 from ..settings import AlgorithmSettings, TrainerSettings
-from . import schedules
-from .batches import Indices, assemble, flatten, plan
+from . import schedules, shards
+from .batches import Indices, assemble, flatten
 from .critic import Critic
 from .device import DeviceBatch
 from .examples import TrainingExample
@@ -38,6 +39,7 @@ from .objective import (
     prepare,
 )
 from .preparation import corrected, penalised, usable, whole_pairs, with_measured
+from .ranks import Ranks
 
 logger = logging.getLogger("streamrft")
 
@@ -46,15 +48,17 @@ CPU_MICROBATCH_TOKENS = 2048
 
 
 class Learner:
-    """Model, optimiser and algorithm of one trainer process.
+    """Model, optimiser and algorithm of one trainer process, or of one rank of several.
 
     `step` may be called with any batch at any step number: the learning rate is a function of
     the step, so that weights, `optimizer_state` and `rng_state` are all there is to save.
     The reference model of a KL term is the model as loaded from `settings.model_path`.
     """
 
-    def __init__(self, settings: TrainerSettings, *, total_steps: int | None) -> None:
-        """Load model and tokenizer from `settings.model_path`.
+    def __init__(
+        self, settings: TrainerSettings, *, total_steps: int | None, ranks: Ranks | None = None
+    ) -> None:
+        """Load model and tokenizer from `settings.model_path`; every rank does, then shards it.
 
         Sets torch's seed, its number of threads where settings name one, and in deterministic
         mode its deterministic algorithms, for the whole process.
@@ -64,6 +68,7 @@ class Learner:
                 of data, or a schedule that needs total_steps without it.
         """
         self._settings, self._total_steps = settings, total_steps
+        self._ranks = ranks or Ranks()
         self._optimizer_settings = settings.algorithm.optimizer
         self.algorithm = build_algorithm(settings.algorithm)
         _check_sources(settings.algorithm)
@@ -71,6 +76,7 @@ class Learner:
         _prepare_torch(settings)
         self._policy = PolicyModel(settings)
         self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
+        self._policy.shard(self._ranks)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -80,10 +86,14 @@ class Learner:
             fused=True,
         )
         needs_critic = isinstance(self.algorithm.advantage, CriticAdvantage)
-        self._critic = Critic(settings, total_steps=total_steps) if needs_critic else None
+        self._critic = (
+            Critic(settings, total_steps=total_steps, ranks=self._ranks) if needs_critic else None
+        )
         on_cpu = self._policy.device.type == "cpu"
         budget = settings.max_tokens_per_microbatch
         self._budget = min(budget, CPU_MICROBATCH_TOKENS) if on_cpu else budget
+        # nobody takes part before all have loaded
+        self._ranks.gathered(None)
 
     @property
     def model(self) -> Any:
@@ -115,7 +125,14 @@ class Learner:
         time/train_s and perf/tokens_per_s. A batch in which no token has a loss (none is
         trained, or all advantages are 0 and nothing else counts), or whose gradient is not
         finite, leaves weights and optimiser as they were: actor/skipped_updates is 1.
+
+        Raises:
+            RanksLost: another rank ended or does not answer.
         """
+        with self._ranks.together("step", examples=examples, step=step):
+            return self._step(examples, step)
+
+    def _step(self, examples: Sequence[TrainingExample], step: int) -> dict[str, float]:
         began = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
         chosen = usable(examples)
@@ -123,11 +140,12 @@ class Learner:
             chosen = whole_pairs(chosen)
         ready, metrics = self._prepared(chosen)
         objective = prepare(ready, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
-        totals, cuts = Totals(), objective.cuts(self._budget)
+        totals, cuts = Totals(), objective.cuts(self._budget, self._ranks.plan)
         if self._critic is not None and step <= self._settings.critic_warmup:
             cuts = []
         for rows in cuts:
             self._backward(objective, rows, totals, step)
+        totals = Totals.of(self._ranks.gathered(totals.plain()))
         metrics |= {"actor/loss": 0.0, "actor/pg_loss": 0.0} | totals.metrics()
         metrics |= self._update(step, has_loss=len(cuts) > 0)
         metrics |= self._taught(objective, ready, step)
@@ -172,12 +190,13 @@ class Learner:
         """What the algorithm reads of the models before the step, float32 [N] by field."""
         flat = flatten([s for e in examples for s in e.sequences if s.is_trained.any()])
         fields = {n: np.zeros(len(flat.trained), np.float32) for n in self.algorithm.measures}
-        for rows in plan(flat.lengths, self._budget):
+        for rows in self._ranks.plan(flat.lengths, self._budget):
             micro = assemble(flat, rows)
             batch = DeviceBatch(micro, flat, self._policy.device)
             for name, values in self._pass(batch).items():
                 fields[name][micro.trained] = values.float().cpu().numpy()
-        return fields
+        parts = self._ranks.gathered(fields)
+        return {name: functools.reduce(np.add, [p[name] for p in parts]) for name in fields}
 
     def _pass(self, batch: DeviceBatch) -> dict[str, Tensor]:
         """The measured fields at one micro-batch's trained tokens, [n] each."""
@@ -188,19 +207,23 @@ class Learner:
             if self._critic is not None:
                 found["values"] = self._critic.values(batch)
             if "entropies" in wanted:
-                hidden = self._policy.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
-                logprobs, entropies, signals = token_statistics(
-                    hidden,
-                    self._policy.head,
-                    batch.targets,
-                    batch.temperatures,
-                    num_logits=self._policy.num_logits,
-                )
+                logprobs, entropies, signals = self._statistics(batch)
                 found |= {"entropies": entropies, "expected_signals": signals}
                 found["current_logprobs"] = logprobs
             elif "current_logprobs" in wanted:
                 found["current_logprobs"], _ = self._logprobs(batch, self.model)
         return {name: values for name, values in found.items() if name in wanted}
+
+    def _statistics(self, batch: DeviceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        return self._policy.run(
+            lambda: token_statistics(
+                self._policy.hidden(batch.input_ids).flatten(0, 1)[batch.predictors],
+                self._policy.head,
+                batch.targets,
+                batch.temperatures,
+                num_logits=self._policy.num_logits,
+            )
+        )
 
     def _backward(self, objective: Objective, rows: Indices, totals: Totals, step: int) -> None:
         """Forward and backward pass of one micro-batch; gradients add up."""
@@ -214,6 +237,9 @@ class Learner:
             logprobs, entropies = self._logprobs(
                 batch, self.model, with_entropy=self.algorithm.entropy.is_active
             )
+        if not len(rows):  # other ranks have a micro-batch now, and need this one's shards
+            logprobs.sum().backward()
+            return
         tokens = batch.tokens(objective, rows, logprobs, ref_logprobs, step)
         terms = MicroTerms(
             weights=batch.moved(objective.weights),
@@ -229,14 +255,16 @@ class Learner:
     def _logprobs(
         self, batch: DeviceBatch, network: Any, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self._policy.hidden(batch.input_ids, network)
-        return token_logprobs(
-            hidden.flatten(0, 1)[batch.predictors],
-            lambda h: self._policy.head(h, network),
-            batch.targets,
-            batch.temperatures,
-            num_logits=self._policy.num_logits,
-            with_entropy=with_entropy,
+        return self._policy.run(
+            lambda: token_logprobs(
+                self._policy.hidden(batch.input_ids, network).flatten(0, 1)[batch.predictors],
+                lambda h: self._policy.head(h, network),
+                batch.targets,
+                batch.temperatures,
+                num_logits=self._policy.num_logits,
+                with_entropy=with_entropy,
+            ),
+            network,
         )
 
     def _update(self, step: int, *, has_loss: bool) -> dict[str, float]:
@@ -244,7 +272,7 @@ class Learner:
         lr = schedules.learning_rate(self._optimizer_settings, step, self._total_steps)
         clip = self._optimizer_settings.clip_grad
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
-        grad_norm = float(norm)
+        grad_norm = float(shards.whole(norm))
         is_applied = has_loss and math.isfinite(grad_norm)
         if is_applied:
             for group in self._optimizer.param_groups:
@@ -276,38 +304,49 @@ class Learner:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights as model.safetensors holds them: on the CPU, a tied head left out."""
-        return self._policy.state_dict()
+        with self._ranks.together("state_dict"):
+            return self._policy.state_dict()
 
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place; names as in `state_dict`, else ConfigError."""
-        self._policy.load_weights(state)
+    def load_weights(self, state: Mapping[str, Tensor] | None) -> None:
+        """Replace the weights in place; names as in `state_dict`, else ConfigError.
+
+        None on ranks above 0, which are given theirs by rank 0; so in `load_optimizer_state`.
+        """
+        if state is not None:
+            self._policy.check_weights(state)
+        with self._ranks.together("load_weights", state=None):
+            self._policy.load_weights(state)
 
     def save_hf(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
         """Write the Hugging Face folder; returns the sha256 of model.safetensors.
 
-        `state`, a copy of an earlier `state_dict`, is written in place of the present weights.
-
         config.json, generation_config.json, tokenizer files, chat_template.jinja and one
-        model.safetensors, whose bytes are a function of the weights alone.
+        model.safetensors, whose bytes are a function of the weights alone. `state` is written in
+        place of the present weights; a copy of `state_dict` may be, from another thread too.
         """
-        return self._policy.save(folder, state)
+        return self._policy.save(folder, self.state_dict() if state is None else state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For torch.save; loads with weights_only=True. The whole critic is part of it."""
-        state = self._optimizer.state_dict()
-        return state if self._critic is None else {**state, "critic": self._critic.state()}
+        """For torch.save; loads with weights_only=True. The whole critic is part of it.
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        The same whatever the number of ranks, so that another number may go on from it.
+        """
+        with self._ranks.together("optimizer_state"):
+            state = shards.optimizer_state(self._optimizer, self._ranks)
+            return state if self._critic is None else {**state, "critic": self._critic.state()}
+
+    def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
         """Undo `optimizer_state`."""
-        self._optimizer.load_state_dict({n: v for n, v in state.items() if n != "critic"})
-        if self._critic is None:
-            return
-        if "critic" not in state:
+        if state is not None and self._critic is not None and "critic" not in state:
             raise ConfigError(
                 "algorithm.algorithm_type: the checkpoint has no critic, it was written by another "
                 "algorithm. Begin a new run, with model.model_path the checkpoint's model."
             )
-        self._critic.load_state(state["critic"])
+        with self._ranks.together("load_optimizer_state", state=None):
+            own = None if state is None else {n: v for n, v in state.items() if n != "critic"}
+            shards.load_optimizer_state(self._optimizer, own, self._ranks)
+            if self._critic is not None:
+                self._critic.load_state(None if state is None else state["critic"])
 
     def rng_state(self) -> dict[str, Tensor]:
         """Random generators of torch, for torch.save."""
@@ -318,12 +357,25 @@ class Learner:
 
     def load_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Undo `rng_state`."""
-        torch.set_rng_state(state["cpu"].cpu())
-        if "cuda" in state and self._policy.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"].cpu())
+        with self._ranks.together("load_rng_state", state=state):
+            torch.set_rng_state(state["cpu"].cpu())
+            if "cuda" in state and self._policy.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda"].cpu())
+
+    def check_ranks(self) -> None:
+        """Raise RanksLost when another rank is known to be gone. Cheap."""
+        self._ranks.check()
+
+    def follow(self) -> None:
+        """On ranks above 0: do what rank 0 does, until it ends. Raises RanksLost."""
+        while (order := self._ranks.next_order()) is not None:
+            name, arguments = order
+            getattr(self, name)(**arguments)
 
     def _frozen_copy(self) -> Any:
-        return copy.deepcopy(self.model).eval().requires_grad_(False)
+        network = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self._ranks.shard(network)
+        return network
 
 
 def _check_sources(settings: AlgorithmSettings) -> None:

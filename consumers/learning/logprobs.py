@@ -103,7 +103,7 @@ def token_statistics(
             None if temperatures is None else temperatures[i : i + chunk],
             head,
         )
-        for i in range(0, len(targets), chunk)
+        for i in range(0, max(1, len(targets)), chunk)
     ]
     logprobs, entropies, signals = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(signals)

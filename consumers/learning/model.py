@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -23,7 +23,10 @@ from ...schemas.errors import ConfigError
 from ...streams.blobs import sha256_file
 from ...streams.weights.object_storage import WEIGHTS_FILE
 from ..settings import TrainerSettings
+from .ranks import Ranks
+from .shards import whole
 
+T = TypeVar("T")
 logger = logging.getLogger("streamrft")
 
 
@@ -59,8 +62,25 @@ class PolicyModel:
             enable({"use_reentrant": False})
         self._softcap = getattr(self.network.config, "final_logit_softcapping", None)
         self._static: dict[str, bytes] = {}
+        self._ranks, self._names = Ranks(), list[str]()
         self.num_logits = int(self.network.get_output_embeddings().weight.shape[0])
         self._check_head(settings.model_path)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Leave this rank its part of the weights, where there are several ranks."""
+        if ranks.size == 1:
+            return
+        # FSDP renames the class, and tied weights are told apart by their memory
+        self._static, self._names = self._static_files(), list(self.state_dict())
+        ranks.shard(self.network)
+        self._ranks = ranks
+
+    def run(self, call: Callable[[], T], network: Any = None) -> T:
+        """What `call` returns, which passes the network; all of its weights are at hand inside."""
+        if self._ranks.size == 1:
+            return call()
+        network = self.network if network is None else network
+        return network.gathered_for(call)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward passes."""
@@ -84,18 +104,28 @@ class PolicyModel:
         return self._softcap * torch.tanh(logits / self._softcap)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights by the names of model.safetensors, on the CPU, a tied head left out."""
+        """Weights by the names of model.safetensors, on the CPU, a tied head left out.
+
+        All ranks gather them; only rank 0 gets them, the others an empty dictionary.
+        """
+        if self._ranks.size > 1:
+            return self._gathered()
         state = {n: t.detach() for n, t in self.network.state_dict().items()}
         state = remove_tied_weights_from_state_dict(state, self.network)
         return {n: t.cpu().contiguous() for n, t in state.items()}
 
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place.
+    def _gathered(self) -> dict[str, Tensor]:
+        state, kept = self.network.state_dict(), dict[str, Tensor]()
+        for name in self._names:
+            tensor = whole(state[name].detach())
+            if self._ranks.rank == 0:
+                kept[name] = tensor.cpu().contiguous()
+        return kept
 
-        Raises:
-            ConfigError: names or shapes that are not this model's.
-        """
-        own = self.state_dict()
+    def check_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError for names or shapes that are not this model's."""
+        own = self.network.state_dict()
+        own = {n: own[n] for n in self._names} if self._names else self.state_dict()
         if wrong := sorted(own.keys() ^ state.keys()):
             raise ConfigError(
                 f"weights: {len(wrong)} names differ from the model's, such as {wrong[0]!r}. Load "
@@ -107,7 +137,23 @@ class PolicyModel:
                     f"weights: {name} has shape {tuple(state[name].shape)}, the model's is "
                     f"{tuple(tensor.shape)}. Load a checkpoint of the same model.model_path."
                 )
-        self.network.load_state_dict(dict(state), strict=False)
+
+    def load_weights(self, state: Mapping[str, Tensor] | None) -> None:
+        """Replace the weights in place, on all ranks by those of rank 0; None on the others.
+
+        Raises:
+            ConfigError: names or shapes that are not this model's.
+        """
+        if state is not None:
+            self.check_weights(state)
+        if self._ranks.size == 1:
+            assert state is not None
+            self.network.load_state_dict(dict(state), strict=False)
+            return
+        own = self.network.state_dict()
+        for name in self._names:
+            values = self._ranks.scattered(None if state is None else state[name], own[name])
+            own[name].copy_(values)
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
         """Write config, tokenizer and one model.safetensors; returns the sha256 of the latter.

@@ -6,7 +6,7 @@ over the whole batch before the first micro-batch, so several ranks may share th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,8 +49,13 @@ class Objective:
     num_trained_examples: int
     num_trained_tokens: int
 
-    def cuts(self, budget: int) -> list[Indices]:
-        """The micro-batches: indices of sequences in `flat`. Partners of a pair stay together."""
+    def cuts(
+        self, budget: int, plan: Callable[[Indices, int], list[Indices]] = plan
+    ) -> list[Indices]:
+        """The micro-batches: indices of sequences in `flat`. Partners of a pair stay together.
+
+        `plan` cuts lengths by a budget; it may leave a part to other ranks.
+        """
         lengths = self.flat.lengths
         if not self.is_paired:
             return [self.active[rows] for rows in plan(lengths[self.active], budget)]
@@ -177,6 +182,19 @@ class Totals:
             if known is not None:
                 value = torch.maximum(known, value) if name.startswith("max/") else known + value
             self._values[name] = value
+
+    def plain(self) -> tuple[int, dict[str, float]]:
+        """The number of tokens and the values, to be sent to other ranks."""
+        return self._num_tokens, {name: float(value) for name, value in self._values.items()}
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int, Mapping[str, float]]]) -> Totals:
+        """The totals of several ranks, each as `plain` gives it."""
+        totals = cls()
+        for num_tokens, values in parts:
+            exact = {n: torch.tensor(v, dtype=torch.float64) for n, v in values.items()}
+            totals.add(exact, num_tokens)
+        return totals
 
     def metrics(self) -> dict[str, float]:
         """By their names in TrainStep, actor/*."""

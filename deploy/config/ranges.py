@@ -59,6 +59,7 @@ def _training(config: Config) -> Iterator[Range]:
     yield "trainer.save_interval", trainer.save_interval, 0, _NO_LIMIT
     yield "trainer.max_checkpoints_to_keep", trainer.max_checkpoints_to_keep, 0, _NO_LIMIT
     yield "trainer.resume_minutes", trainer.resume_minutes, 0, _NO_LIMIT
+    yield "trainer.num_ranks", trainer.num_ranks, 1, _NO_LIMIT
     yield "trainer.num_threads", trainer.num_threads, 1, _NO_LIMIT
     yield "trainer.max_token_len_per_gpu", trainer.max_token_len_per_gpu, 1, _NO_LIMIT
     yield "algorithm.optimizer.lr", optimizer.lr, 0, _NO_LIMIT

@@ -126,6 +126,7 @@ class TrainerSection:
 
     `resume_minutes` (minutes) bounds what a restart trains again, whatever `save_interval` says.
     `async_save` null writes full checkpoints while training goes on, but not in deterministic runs.
+    `num_ranks` processes on this machine share the model and each batch.
     `max_token_len_per_gpu` null takes twice `model.max_model_len`, at least 8,192.
     """
 
@@ -155,6 +156,7 @@ class TrainerSection:
     trainer_config_path: str = ""
     resume_minutes: float = 10.0
     async_save: bool | None = None
+    num_ranks: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     num_threads: int | None = None

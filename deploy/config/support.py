@@ -40,7 +40,7 @@ def _rules(paths: str, why: str, *only: Any) -> Iterator[Rule]:
 _SERVING = f"serving {_LATER}"
 _EVALUATION = f"evaluation {_LATER}; no evaluation will run"
 _ENGINE = "belongs to the vLLM engine and changes nothing in the transformers engine"
-_ONE_DEVICE = f"training on several devices {_LATER}; the trainer uses one"
+_SHARDED = f"Megatron and sequence parallelism {_LATER}; trainer.num_ranks shards by FSDP2"
 _ON_LOG = "every trajectory and experience is kept on the log, so nothing else is written"
 
 RULES: tuple[Rule, ...] = (
@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
         "micro-batches are always packed by tokens",
         True,
     ),
-    *_rules("trainer.ulysses_sequence_parallel_size trainer.megatron", _ONE_DEVICE, 1),
+    *_rules("trainer.ulysses_sequence_parallel_size trainer.megatron", _SHARDED, 1),
     *_rules(
         "trainer.param_offload trainer.optimizer_offload trainer.grad_offload "
         "trainer.offload_policy",

@@ -72,3 +72,24 @@ def test_pairs_and_texts_of_files_are_trained_by_the_same_command(
         run.finish()
         losses = [m["actor/pg_loss"] for m in metrics_of(run)]
         assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+
+
+def test_a_trainer_of_two_ranks_loses_one_and_reaches_its_goal(
+    small_run: Callable[..., SmallRun], tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{i}+2={i + 2}"}) + "\n" for i in range(9)))
+    rows = {"storage_type": "file", "path": str(texts), "format": {"prompt_key": "text"}}
+    buffer = {"train_batch_size": 4, "trainer_input": {"experience_buffer": rows}}
+    trainer = {"num_ranks": 2, "save_interval": 2}
+    algorithm = {"algorithm_type": "cpt", "kl_loss_fn": None}
+    config = {"mode": "train", "algorithm": algorithm, "buffer": buffer}
+    run = small_run({**config, "trainer": trainer}, steps=40)
+    process = run.start()
+    run.wait_for(lambda: len(run.children("rank-1")) > 0 and metrics_of(run), "step of two ranks")
+    run.children("rank-1")[0].kill()
+    assert process.wait(120) == 0, run.output()
+    assert "trainer ended" in run.output() and "ranks are not together" in run.output()
+    losses = [m["actor/pg_loss"] for m in metrics_of(run)]
+    assert len(losses) == 40 and losses[-1] < 0.8 * losses[0]
+    assert not run.children("rank-1")

@@ -16,10 +16,16 @@ from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
 
 
-def learner(folder: Path, *, lr: float = 1e-3, warmup: int = 0, **changes: Any) -> Learner:
+def learner(folder: Path, **changes: Any) -> Learner:
+    return Learner(learner_settings(folder, **changes), total_steps=None)
+
+
+def learner_settings(
+    folder: Path, *, lr: float = 1e-3, warmup: int = 0, **changes: Any
+) -> TrainerSettings:
     keys = {f.name for f in dataclasses.fields(AlgorithmSettings)}
     algorithm = {k: changes.pop(k) for k in keys & changes.keys()}
-    settings = TrainerSettings(
+    return TrainerSettings(
         model_path=str(folder),
         checkpoint_uri="unused",
         algorithm=AlgorithmSettings(
@@ -27,7 +33,6 @@ def learner(folder: Path, *, lr: float = 1e-3, warmup: int = 0, **changes: Any) 
         ),
         **changes,
     )
-    return Learner(settings, total_steps=None)
 
 
 def group(

@@ -1,0 +1,126 @@
+"""Two gloo ranks train as one process does, and end together."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_jobs import Kept, preferences, step_and_wait, steps, steps_from
+from rank_team import start_team
+from tiny_learner import learner_settings
+from waiting import until
+
+from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.settings import FunctionSettings
+
+KL = FunctionSettings("k2", {"kl_coef": 0.5})
+ENTROPY = FunctionSettings("default", {"entropy_coef": 0.01})
+GRPO = {
+    "kl_loss_fn": KL,
+    "entropy_loss_fn": ENTROPY,
+    "bypass_old_logprobs": False,
+    "max_tokens_per_microbatch": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)
+
+
+def assert_same_curve(found: Kept, expected: Kept) -> None:
+    """Every metric but times, and the weights, within what the order of sums changes."""
+    assert len(found.metrics) == len(expected.metrics)
+    for i, (one, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"time/train_s", "perf/tokens_per_s"}:
+            assert one[name] == pytest.approx(other[name], rel=2e-3, abs=2e-5), (i, name)
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(GRPO, id="kl to a reference, entropy, measured before the step"),
+        pytest.param({"algorithm_type": "ppo"}, id="critic"),
+    ],
+)
+def test_two_ranks_give_the_curve_of_one(tmp_path: Path, tiny_model_dir: Path, changes: Any):
+    settings = learner_settings(tiny_model_dir, **changes)
+    team = start_team(2, settings, steps, tmp_path)
+    expected = steps(Learner(settings, total_steps=None))
+    found = team.result()
+    assert_same_curve(found, expected)
+    norms = [m["actor/grad_norm"] for m in expected.metrics]
+    assert max(norms) > 0
+    assert any(m["actor/skipped_updates"] == 1 for m in expected.metrics)
+
+
+def test_pairs_stay_together_on_a_rank(tmp_path: Path, tiny_model_dir: Path):
+    settings = learner_settings(tiny_model_dir, algorithm_type="dpo")
+    team = start_team(2, settings, preferences, tmp_path)
+    expected = preferences(Learner(settings, total_steps=None))
+    assert expected.metrics[1]["actor/grad_norm"] > 0
+    assert_same_curve(team.result(), expected)
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same_bits(found[key], value)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_any_number_of_ranks_goes_on_from_a_checkpoint(tmp_path: Path, tiny_model_dir: Path):
+    """One rank, then two, then one: loaded bit for bit, and the curve is that of one rank."""
+    settings = learner_settings(tiny_model_dir, algorithm_type="ppo")
+    one = Learner(settings, total_steps=None)
+    start = steps(one, [0, 1])
+    team = start_team(2, settings, partial(steps_from, start, [3], 3), tmp_path)
+    expected = [steps(one, [3], 3), steps(one, [4], 4)]
+    loaded, by_two = team.result()
+    for part in ("weights", "optimizer", "rng"):
+        assert_same_bits(getattr(loaded, part), getattr(start, part))
+    # an optimiser keeps the tensors that it is given, and steps them
+    again, by_one = steps_from(copy.deepcopy(by_two), [4], 4, Learner(settings, total_steps=None))
+    assert_same_bits(again.optimizer, by_two.optimizer)
+    assert_same_curve(by_two, expected[0])
+    assert_same_curve(by_one, expected[1])
+
+
+@pytest.mark.parametrize(
+    "rank, number, word",
+    [(0, signal.SIGKILL, "rank 1 of 2"), (1, signal.SIGKILL, "rank 0 of 2")]
+    + [(1, signal.SIGSTOP, "rank 0 of 2")],
+)
+def test_all_end_with_a_name_when_one_rank_is_gone(
+    tmp_path: Path, tiny_model_dir: Path, rank: int, number: int, word: str
+):
+    marker = tmp_path / "stepped"
+    settings = learner_settings(tiny_model_dir)
+    job = partial(step_and_wait, marker)
+    team = start_team(2, settings, job, tmp_path / "team", order_limit_s=3)
+    until(marker.exists, "a step of the team")
+    gone, left = team.processes[rank], team.processes[1 - rank]
+    os.kill(gone.pid, number)
+    left.join(15)
+    assert left.exitcode == 1, team.said()
+    assert f"RanksLost: {word}" in team.said()
+    gone.kill()

@@ -1,0 +1,78 @@
+"""What rank 0 of a team is told to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny_learner import group, mixed
+from torch import Tensor
+
+from streamrft.consumers.learning.examples import TrainingExample
+from streamrft.consumers.learning.learner import Learner
+
+
+@dataclass
+class Kept:
+    """What a job leaves: metrics of each step, then the checkpoint's parts."""
+
+    metrics: list[dict[str, float]]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    rng: Mapping[str, Tensor]
+
+
+def batches() -> list[list[TrainingExample]]:
+    """Many sequences; then one trained, so that a rank has none; none at all; and many again."""
+    single = group([[0, 1, 1, 1], [0, 0]], (1.0, 0.0), seed=7)
+    masked = group([[0, 0, 0], [0, 0]], (1.0, 0.0), seed=8)
+    return [mixed(1), single, masked, mixed(2), mixed(4)]
+
+
+def pairs() -> list[list[TrainingExample]]:
+    """Three pairs, then one alone, each wanted before unwanted."""
+    chosen = mixed(5)[:8]
+    marked = [dataclasses.replace(e, preference=1 - 2 * (i % 2)) for i, e in enumerate(chosen)]
+    return [marked[:6], marked[6:]]
+
+
+def preferences(learner: Learner) -> Kept:
+    """Train on pairs."""
+    return kept(learner, [learner.step(b, step=1 + i) for i, b in enumerate(pairs())])
+
+
+def steps(learner: Learner, chosen: Sequence[int] = range(5), first: int = 1) -> Kept:
+    """Train on some of the batches."""
+    every = batches()
+    metrics = [learner.step(every[i], step=first + n) for n, i in enumerate(chosen)]
+    return kept(learner, metrics)
+
+
+def steps_from(start: Kept, chosen: Sequence[int], first: int, learner: Learner) -> list[Kept]:
+    """Load a checkpoint's parts; what they are then, and after more steps."""
+    learner.load_weights(start.weights)
+    learner.load_optimizer_state(start.optimizer)
+    learner.load_rng_state(start.rng)
+    return [kept(learner, []), steps(learner, chosen, first)]
+
+
+def kept(learner: Learner, metrics: list[dict[str, float]]) -> Kept:
+    """The learner's present state, in memory of its own."""
+    now = Kept(metrics, learner.state_dict(), learner.optimizer_state(), learner.rng_state())
+    return copy.deepcopy(now)
+
+
+def step_and_wait(marker: Path, learner: Learner) -> str:
+    """Train once, say so, then look after the other ranks until one is lost."""
+    learner.step(batches()[0], step=1)
+    marker.touch()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        learner.check_ranks()
+        time.sleep(0.05)
+    raise AssertionError("no rank was lost within 60 s")
