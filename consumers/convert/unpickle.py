@@ -95,6 +95,10 @@ class ShardedTensor(torch.Tensor):
         raise TypeError(f"{func} of a stand-in")
 
 
+# Python 3.11 before 3.11.4 writes a member of an enum as getattr(class, name); nothing is looked up
+_PLAIN["builtins.getattr"] = Inert
+
+
 @cache
 def _stand_in(path: str) -> type[Inert]:
     return type(path.rpartition(".")[2], (Inert,), {})
