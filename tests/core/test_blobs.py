@@ -186,6 +186,8 @@ def s3(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     yield
     blobs._check_environment.cache_clear()
+    # its address would be asked by the next test, too
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_s3_without_keys_says_which_to_set(s3, monkeypatch, tmp_path):
