@@ -2,13 +2,15 @@
 
 Every group is of one kind, which its id begins with, and every kind but `wavering` has one outcome
 whatever the order in which a join reads the two topics. `python chaos_feed.py FEED` is the feeder:
-it encodes everything first, then sends at a steady rate, and at the end says what it sent.
+it encodes everything first, then sends at a steady rate until all is sent or it is told to begin no
+more groups, and at the end says what it sent.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import select
 import subprocess
 import sys
 import time
@@ -38,9 +40,10 @@ GARBAGE = (b"", b"\xc3\x01 cut", b"{not json", b'{"event_id": 1}', b"\x00" * 50,
 
 
 class Entry(NamedTuple):
-    """One record of the feed: when it is due, in seconds from its begin."""
+    """One record of the feed: when it and its group are due, in seconds from the feed's begin."""
 
     due_s: float
+    group_s: float
     topic: str
     key: bytes | None
     value: bytes | None
@@ -68,16 +71,16 @@ class Feed:
             begin_s = len(entries) / self.rate
             group = list(_group(rng, kind, number, self.begins_ms + int(begin_s * 1000)))
             group += [(at + rng.uniform(0, SPREAD_S), e) for at, e in group if rng.random() < 0.05]
-            entries += [_entry(begin_s + at, event) for at, event in group]
+            entries += [_entry(begin_s + at, begin_s, event) for at, event in group]
             number += 1
         return sorted(entries, key=lambda e: e.due_s)
 
 
-def _entry(due_s: float, event: ev.Event | Entry) -> Entry:
+def _entry(due_s: float, group_s: float, event: ev.Event | Entry) -> Entry:
     if isinstance(event, Entry):
-        return event._replace(due_s=due_s)
+        return event._replace(due_s=due_s, group_s=group_s)
     topic = "trajectories" if isinstance(event, ev.Trajectory) else "rewards"
-    return Entry(due_s, topic, key_of(event, topic), codec.encode(event))
+    return Entry(due_s, group_s, topic, key_of(event, topic), codec.encode(event))
 
 
 def _group(
@@ -87,11 +90,12 @@ def _group(
     group_id = f"{kind}.{number}"
     if kind == "poison":
         topic = rng.choice(("trajectories", "rewards"))
-        yield 0.0, Entry(0.0, topic, rng.choice((None, group_id.encode())), rng.choice(GARBAGE))
+        key = rng.choice((None, group_id.encode()))
+        yield 0.0, Entry(0.0, 0.0, topic, key, rng.choice(GARBAGE))
         return
     if kind == "cut":
         whole = codec.encode(_rollout(f"{group_id}:0:a", 1, number, at))
-        yield 0.0, Entry(0.0, "trajectories", group_id.encode(), whole[:-3])
+        yield 0.0, Entry(0.0, 0.0, "trajectories", group_id.encode(), whole[:-3])
         return
     size = rng.choice((1, 2, 2, 3, 4))
     late = at - 2 * HOUR_MS if kind == "old" else at
@@ -129,7 +133,7 @@ def _rewards(
         return
     style = rew(name, rng.random(), source="style", at=at)
     if kind == "astray":
-        yield styled, Entry(0.0, "rewards", None, codec.encode(style))
+        yield styled, Entry(0.0, 0.0, "rewards", None, codec.encode(style))
     else:
         yield styled, style
 
@@ -154,6 +158,14 @@ class Feeder:
 
     def begin(self) -> None:
         """Send."""
+        self._tell()
+
+    def end(self) -> None:
+        """Begin no more groups; those that were begun are sent whole."""
+        assert self.process.poll() is None, "the feed ended before it was told to"
+        self._tell()
+
+    def _tell(self) -> None:
         assert self.process.stdin
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -183,14 +195,18 @@ class Feeder:
 
 
 def send(feed: Feed, entries: list[Entry], out: IO[str]) -> None:
-    """Send what is due, every 50 ms, for as long as it takes."""
+    """Send what is due, every 50 ms, until all is sent or standard input says that it is enough."""
     log = open_log(feed.url, Limits(options=feed.options))
     producer, topics = log.producer(), Topics(feed.namespace)
-    begin, at = time.monotonic(), 0
+    begin, at, is_enough = time.monotonic(), 0, False
     while at < len(entries):
         now = time.monotonic() - begin
+        if not is_enough and select.select([sys.stdin], [], [], 0)[0]:
+            # rewards may be due before their group is: all that could have one are sent whole
+            is_enough, last_s = True, now + SPREAD_S
+            entries = entries[:at] + [e for e in entries[at:] if e.group_s <= last_s]
         while at < len(entries) and entries[at].due_s <= now:
-            _, topic, key, value = entries[at]
+            _, _, topic, key, value = entries[at]
             producer.send(topics.name(topic), value, key=key)
             at += 1
         flush(producer)
