@@ -48,11 +48,10 @@ class PlainScreen:
 
     def begin(self, log: Log, stage: Stage) -> None:
         """Name the stage, its goal and where its files are."""
+        self._last_step_ms, self._silence_ms = ev.now_ms(), _SILENCE_MS
         self._progress = Progress(log, stage)
-        self._progress.refresh()
         at = f", going on after step {self._progress.step}" if self._progress.step else ""
         self.say(f"{stage.namespace}: {goal_text(stage)}{at}; logs in {stage.job_dir / 'log'}")
-        self._last_step_ms, self._silence_ms = ev.now_ms(), _SILENCE_MS
 
     def refresh(self, children: list[Child]) -> None:
         """A line for each step done since the last call."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...schemas import events as ev
 from ...schemas.topics import CATALOGUE
 from ...streams.log import Log, Partition, Record
-from ...streams.reading import event_in
+from ...streams.reading import drain, event_in
 from ..goal import lag
 from ..plan import Stage
 
@@ -21,7 +21,7 @@ _FOLLOWED = ("train_steps", "checkpoints", "drops", "heartbeats")
 
 @dataclass
 class Progress:
-    """Numbers of one stage. `refresh` reads what is new and never blocks."""
+    """Numbers of one stage. A new one knows all that the log holds; `refresh` never blocks."""
 
     log: Log
     stage: Stage
@@ -48,7 +48,17 @@ class Progress:
                 begin |= self.log.offsets_at(places, since)
             else:
                 begin |= {p: info.begin[p.partition] for p in places}
+        # a fork is known before the steps on it are looked at
+        branches = self.stage.topics.name("checkpoints")
+        self._catch_up({p: at for p, at in begin.items() if p.topic == branches})
+        self._catch_up(begin | self._consumer.positions())
+        self.new_steps = []
+
+    def _catch_up(self, begin: dict[Partition, int]) -> None:
+        """Fold to the present ends: Kafka brings nothing at a first poll. Raises as `drain`."""
         self._consumer.assign(begin)
+        for record in drain(self.log, self._consumer):
+            self._fold(record)
 
     def refresh(self) -> None:
         """Fold what came since the last call, at most a few thousand records."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
-from cli_run import Cli, append, cli_with_topics
+from cli_run import Cli, append, cli_with_topics, new_cli
+from waiting import until
 
+from streamrft.deploy.plan import plan
 from streamrft.deploy.views.display import PlainScreen
 from streamrft.schemas import events as ev
 
@@ -52,3 +55,29 @@ def test_a_run_without_steps_says_now_and_then_what_it_waits_for(
         f"no step for {s} s  trainer waits for experiences  dropped 1 failed"
         for s in (60, 120, 240)
     ]
+
+
+def step(number: int) -> ev.TrainStep:
+    return ev.TrainStep(
+        branch="main", step=number, num_experiences=2, num_tokens=6, metrics={}, epoch=1,
+        produced_at=ev.now_ms(),
+    )  # fmt: skip
+
+
+def test_a_continued_run_tells_no_old_step_again(tmp_path, capsys, place):
+    cli, out = new_cli(tmp_path, capsys), io.StringIO()
+    cli.change(name=place.prefix, event_log={"url": place.url})
+    run = plan(cli.config)
+    log = run.open_log()
+    log.ensure_topics(run.topic_specs(run.stage(None)))
+    log.close()
+    screen = PlainScreen(out)
+    with cli.place() as at:
+        append(at, "train_steps", step(1), step(2))
+        screen.begin(at.log, at.stage)
+        append(at, "train_steps", step(3))
+        until(lambda: screen.refresh([]) or "step 3" in out.getvalue(), "line of step 3")
+    begin, *steps = out.getvalue().splitlines()
+    assert "going on after step 2" in begin
+    (seconds,) = [re.search(r"^step 3.*  (\S+) s$", line) for line in steps]
+    assert seconds and 0 <= float(seconds[1]) < 30
