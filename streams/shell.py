@@ -18,6 +18,7 @@ from .process import Process
 from .settings import StreamSettings
 
 GROUP = "join"
+SHARE = "a share of the partitions"
 
 
 class Batch(NamedTuple):
@@ -45,6 +46,10 @@ class Shell(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """What is seen of the shell itself."""
+        ...
+
+    def waits_for(self) -> str:
+        """What a worker without partitions waits for, for people."""
         ...
 
     def close(self) -> None:
@@ -110,6 +115,10 @@ class NativeShell:
     def metrics(self) -> Mapping[str, float]:
         """See `Shell.metrics`."""
         return {}
+
+    def waits_for(self) -> str:
+        """See `Shell.waits_for`. Who else holds the group is an error of the consumer."""
+        return SHARE
 
     def close(self) -> None:
         """See `Shell.close`."""

@@ -291,7 +291,7 @@ class JoinWorker:
         elif self._units:
             self._process.idle("trajectories and rewards")
         else:
-            self._process.idle("a share of the partitions")
+            self._process.idle(self._shell.waits_for())
 
     def _metrics(self) -> dict[str, float]:
         """Counters of this worker's partitions, summed, and the shell's own."""

@@ -35,7 +35,7 @@ def build(options: Options, group: str, topics: Sequence[str], exchange: Exchang
         exchange: where records go and positions come from.
     """
     app = faust.App(group, **_settings(options))
-    internals.read_committed(app)
+    internals.read_committed(app, exchange.refuse)
     source = app.topic(*topics, acks=False, **_RAW)
 
     @app.agent(source, name=f"{group}.agent")

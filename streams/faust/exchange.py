@@ -55,7 +55,7 @@ def size_of(record: Record) -> int:
 class Exchange:
     """Records and assignments come in, positions go out.
 
-    Faust's side calls `put`, `assign`, `is_full` and `noted`, the worker's side the rest.
+    Faust's side calls `put`, `assign`, `refuse`, `is_full` and `noted`, the worker's side the rest.
     """
 
     def __init__(self) -> None:
@@ -65,6 +65,7 @@ class Exchange:
         self._arrived = threading.Event()
         self._assigned: frozenset[Partition] = frozenset()
         self._noted: dict[Partition, int] = {}
+        self._refusal = ""
 
     def put(self, record: Record) -> None:
         """Hand over a record."""
@@ -75,7 +76,13 @@ class Exchange:
     def assign(self, partitions: Iterable[Partition]) -> None:
         """Say which partitions this worker has now."""
         self._assigned = frozenset(partitions)
+        if self._assigned:
+            self._refusal = ""
         self._arrived.set()
+
+    def refuse(self, reason: str) -> None:
+        """Say what keeps this worker out of its group."""
+        self._refusal = reason
 
     @property
     def is_full(self) -> bool:
@@ -92,6 +99,11 @@ class Exchange:
     def assigned(self) -> frozenset[Partition]:
         """What `assign` said last."""
         return self._assigned
+
+    @property
+    def refusal(self) -> str:
+        """What `refuse` said last, until there is an assignment."""
+        return self._refusal
 
     def take(self) -> list[Record]:
         """All that has arrived."""

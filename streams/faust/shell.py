@@ -12,7 +12,7 @@ from ..kafka.producer import KafkaProducer
 from ..log import Partition
 from ..process import Process
 from ..reading import committed
-from ..shell import GROUP, Batch, may_pass
+from ..shell import GROUP, SHARE, Batch, may_pass
 from .app import build
 from .consumer import FaustConsumer
 from .exchange import Exchange
@@ -40,7 +40,7 @@ class FaustShell:
             )
         self._log = process.log
         self._group = f"{process.topics.namespace}.{GROUP}"
-        exchange = exchange or Exchange()
+        self._exchange = exchange = exchange or Exchange()
         membership = membership or EmbeddedFaust(
             partial(build, self._log.options, self._group), exchange
         )
@@ -81,6 +81,15 @@ class FaustShell:
     def metrics(self) -> Mapping[str, float]:
         """See `Shell.metrics`. Gaps are what Faust did not bring and the log had."""
         return {f"faust/{name}": float(num) for name, num in self.consumer.metrics.items()}
+
+    def waits_for(self) -> str:
+        """See `Shell.waits_for`. Faust itself waits in silence."""
+        if not (refusal := self._exchange.refusal):
+            return SHARE
+        return (
+            f"{SHARE}; the group {self._group!r} refuses Faust ({refusal}). If workers of another "
+            "value of streams.engine hold it, stop them, or take their --engine"
+        )
 
     def close(self) -> None:
         """See `Shell.close`."""

@@ -11,14 +11,18 @@ from importlib.metadata import version
 
 import pytest
 from confluent_kafka import Producer
+from join_run import JoinRun
+from join_scripts import scored
 from waiting import until
 
 from streamrft.schemas.errors import ConfigError, LogError
+from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 
 pytest.importorskip("faust")
 
 from aiokafka import AIOKafkaConsumer
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from faust.transport.drivers import aiokafka as driver
 
 from streamrft.streams.faust import internals
@@ -78,6 +82,9 @@ def test_what_is_overridden_is_there():
     assert "table_standby_replicas > 0" in made, "the assignor that keeps topics together"
     assert "isolation_level" in made
     assert "_new_consumer_thread" in vars(driver.Consumer)
+    assert "_ask" not in vars(driver.AIOKafkaConsumerThread)
+    asked = inspect.getsource(GroupCoordinator.check_errors)
+    assert "_error_consumed_fut.set_result" in asked and "raise exc" in asked
     assert list(inspect.signature(driver.Consumer._commit).parameters) == ["self", "offsets"]
     started = inspect.getsource(AIOKafkaConsumer.start)
     assert "isolation_level=self._isolation_level" in started
@@ -132,6 +139,27 @@ def test_a_native_member_beside_fausts_is_told_who_holds_the_group(log, topics):
         native.subscribe(topics)
         with pytest.raises(LogError, match="members of another protocol(.|\n)*streams.engine"):
             until(lambda: bool(native.poll(timeout_ms=200)))
+
+
+def test_faust_beside_native_members_says_that_it_is_refused_and_joins_when_they_left(log):
+    run = JoinRun(log, namespace=f"test-{secrets.token_hex(4)}", engine="faust")
+    other = log.reopen()
+    native = other.consumer(group=f"{run.topics.namespace}.join")
+    native.subscribe([run.topics.name("trajectories"), run.topics.name("rewards")])
+    until(lambda: native.poll(timeout_ms=50) == [] and native.assignment(), "the native share")
+    run.send(scored("g1:0:a", 1.0, at=now_ms()))
+
+    def is_joined() -> bool:
+        if any(blocker.endswith("--engine") for blocker in run.process.blockers):
+            native.close()
+        else:
+            native.poll(timeout_ms=0)
+        return run.num("experiences") == 1
+
+    run.drive(is_joined)
+    other.close()
+    (refused,) = (b for b in run.process.blockers if "refuses Faust" in b)
+    assert f"a share of the partitions; the group '{run.topics.namespace}.join'" in refused
 
 
 def test_workers_share_partitions_and_each_has_a_number_of_all_topics(log, topics):
