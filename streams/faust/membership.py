@@ -127,4 +127,11 @@ class EmbeddedFaust:
             self._exchange.assign(())
             starting.cancel()
             stopping.cancel()
-            await asyncio.wait_for(app.stop(), _STOP_S)
+            await _stopped(app)
+
+
+async def _stopped(app: faust.App) -> None:
+    try:
+        await asyncio.wait_for(app.stop(), _STOP_S)
+    except Exception as error:  # it must not hide what ended Faust
+        logger.warning("Faust did not stop in order within %g s: %r", _STOP_S, error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import secrets
 import threading
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from confluent_kafka import Producer
@@ -15,7 +17,7 @@ from join_run import JoinRun
 from join_scripts import scored
 from waiting import until
 
-from streamrft.schemas.errors import ConfigError, LogError
+from streamrft.schemas.errors import ConfigError, LogError, LogUnavailable
 from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 
@@ -25,7 +27,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from faust.transport.drivers import aiokafka as driver
 
-from streamrft.streams.faust import internals
+from streamrft.streams.faust import internals, membership
 from streamrft.streams.faust.app import build
 from streamrft.streams.faust.consumer import FaustConsumer
 from streamrft.streams.faust.exchange import Exchange
@@ -190,6 +192,23 @@ def test_one_that_ends_by_itself_is_started_again(log, topics):
             return bool(member.exchange.assigned)
 
         until(is_back)
+
+
+def test_what_ended_faust_is_told_although_it_does_not_stop(monkeypatch, caplog):
+    class Stuck:
+        async def start(self) -> None:
+            raise RuntimeError("what ended it")
+
+        async def stop(self) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(membership, "_STOP_S", 0.1)
+    faust: Any = EmbeddedFaust(lambda *_: Stuck(), Exchange())  # type: ignore[arg-type]
+    faust.start(())
+    until(lambda: not faust._thread.is_alive())
+    with pytest.raises(LogUnavailable, match="what ended it"):
+        faust.check()
+    assert "did not stop in order" in caplog.text
 
 
 def test_rights_are_said_in_fausts_terms(monkeypatch):
