@@ -20,7 +20,7 @@ LINGER_S = 0.05
 LOOK_INTERVAL_S = 0.5
 _GAP_RECORDS, _GAP_CHUNK, _GAP_POLL_MS, _GAP_TIMEOUT_S = 2_000, 200, 200, 20.0
 
-Revoked = Callable[[list[Partition]], None]
+Rebalanced = Callable[[list[Partition]], None]
 
 
 class _Reading:
@@ -74,7 +74,8 @@ class FaustConsumer:
     def __init__(self, log: Log, membership: Membership, exchange: Exchange) -> None:
         self._log, self._membership, self._exchange = log, membership, exchange
         self._topics: tuple[str, ...] = ()
-        self._on_revoke: Revoked | None = None
+        self._on_assign: Rebalanced | None = None
+        self._on_revoke: Rebalanced | None = None
         self._assigned: set[Partition] = set()
         self._readings: dict[Partition, _Reading] = {}
         self._paused: set[Partition] = set()
@@ -87,8 +88,8 @@ class FaustConsumer:
         self,
         topics: Sequence[str],
         *,
-        on_assign: Revoked | None = None,
-        on_revoke: Revoked | None = None,
+        on_assign: Rebalanced | None = None,
+        on_revoke: Rebalanced | None = None,
     ) -> None:
         """See `Consumer.subscribe`. Starts Faust."""
         counts = {n: len(found.end) for n, found in self._log.describe(topics).items()}
@@ -97,7 +98,8 @@ class FaustConsumer:
                 f"topics with different numbers of partitions cannot be joined ({counts}). "
                 "Create the run's topics with as many partitions each."
             )
-        self._topics, self._on_revoke = tuple(sorted(topics)), on_revoke
+        self._topics = tuple(sorted(topics))
+        self._on_assign, self._on_revoke = on_assign, on_revoke
         self._membership.start(self._topics)
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
@@ -166,13 +168,16 @@ class FaustConsumer:
         found = self._exchange.assigned
         numbers = [p for t, p in found if t == self._topics[0]]
         whole = {Partition(t, p) for p in numbers for t in self._topics}
-        lost, self._assigned = self._assigned - whole, whole
+        lost, new = self._assigned - whole, whole - self._assigned
+        self._assigned = whole
         for partition in lost:
             self._readings.pop(partition, None)
             self._unplaced.pop(partition, None)
             self._paused.discard(partition)
         if lost and self._on_revoke is not None:
             self._on_revoke(sorted(lost))
+        if new and self._on_assign is not None:
+            self._on_assign(sorted(new))
 
     def _sort_in(self) -> None:
         """Take over what Faust brought, while there is room: it waits when its side is full."""

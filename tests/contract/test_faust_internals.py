@@ -31,7 +31,7 @@ from streamrft.streams.faust import internals, membership
 from streamrft.streams.faust.app import build
 from streamrft.streams.faust.consumer import FaustConsumer
 from streamrft.streams.faust.exchange import Exchange
-from streamrft.streams.faust.membership import EmbeddedFaust
+from streamrft.streams.faust.membership import EmbeddedFaust, HostedFaust
 from streamrft.streams.faust.security import credentials
 from streamrft.streams.kafka.options import Options
 
@@ -209,6 +209,24 @@ def test_what_ended_faust_is_told_although_it_does_not_stop(monkeypatch, caplog)
     with pytest.raises(LogUnavailable, match="what ended it"):
         faust.check()
     assert "did not stop in order" in caplog.text
+
+
+def test_both_callbacks_run_in_poll_with_what_comes_and_goes(log, topics):
+    exchange, told = Exchange(), []
+    consumer = FaustConsumer(log, HostedFaust(), exchange)
+    consumer.subscribe(
+        topics,
+        on_assign=lambda ps: told.append(("assigned", ps)),
+        on_revoke=lambda ps: told.append(("revoked", ps)),
+    )
+    of = {n: sorted(Partition(topic, n) for topic in topics) for n in range(3)}
+    exchange.assign(of[0] + of[1])
+    assert told == []
+    consumer.poll()
+    exchange.assign(of[1] + of[2])
+    consumer.poll()
+    consumer.poll()
+    assert told == [("assigned", sorted(of[0] + of[1])), ("revoked", of[0]), ("assigned", of[2])]
 
 
 def test_rights_are_said_in_fausts_terms(monkeypatch):
