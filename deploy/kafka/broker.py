@@ -168,9 +168,14 @@ class Broker:
 
     def _format(self) -> None:
         words = ["kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c"]
-        done = subprocess.run(
-            [*self._java(), *words, str(self._properties)], capture_output=True, text=True
-        )
+        command = [*self._java(), *words, str(self._properties)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+        except subprocess.TimeoutExpired:
+            raise BrokerFailed(
+                f"{self.folder} is not formatted after {START_S:g} s. See what holds "
+                f"{command[0]} up, the disk or its memory, and try again."
+            ) from None
         if done.returncode != 0:
             words_of_java = f"{done.stdout}{done.stderr}"[-1500:]
             raise BrokerFailed(f"{self.folder} cannot be formatted: ...{words_of_java}")

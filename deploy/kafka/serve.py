@@ -23,6 +23,7 @@ from .broker import Broker, BrokerFailed, free_port
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PORT = 9092
+FETCH_S = 900.0
 # sessions as short as those of the clients: then the broker's own assignment is taken
 LOCAL = {
     "group.initial.rebalance.delay.ms": "0",
@@ -175,17 +176,22 @@ def fetched(jars: Path) -> Path:
     """A folder whose `libs/` has the jars of pom.xml; Maven is asked once.
 
     Raises:
-        CannotStart: Maven failed.
+        CannotStart: Maven failed, or did not end within a quarter of an hour.
     """
     if not any((jars / "libs").glob("kafka_*.jar")):
         print(f"fetching the jars of Kafka into {jars}/libs", flush=True)
         words = ["mvn", "-q", "-B", "-f", str(HERE / "pom.xml"), "dependency:copy-dependencies"]
-        done = subprocess.run([*words, f"-DoutputDirectory={jars}/libs"])
-        if done.returncode != 0:
+        words.append(f"-DoutputDirectory={jars}/libs")
+        try:
+            has_failed = subprocess.run(words, timeout=FETCH_S).returncode != 0
+            found = "could not fetch the jars (see above)"
+        except subprocess.TimeoutExpired:
+            has_failed, found = True, f"did not fetch the jars within {FETCH_S:g} s"
+        if has_failed:
             shutil.rmtree(jars, ignore_errors=True)
             raise CannotStart(
-                "make kafka: Maven could not fetch the jars (see above). Mend its network, or set "
-                "KAFKA_HOME to an unpacked Kafka."
+                f"make kafka: Maven {found}. Mend its network, or set KAFKA_HOME to an unpacked "
+                "Kafka."
             )
     return jars
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kafka_broker import Broker, free_port, needs_kafka_home
 
+from streamrft.deploy.kafka import broker, serve
 from streamrft.deploy.kafka.broker import BrokerFailed
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +136,30 @@ def test_maven_is_asked_once(bare):
     asked = [line for line in bare.calls() if "mvn" in line]
     assert len(asked) == 1
     assert "dependency:copy-dependencies" in asked[0] and f"-DoutputDirectory={libs}" in asked[0]
+
+
+@pytest.fixture
+def hung(bare):
+    """`java` and `mvn` never end."""
+    for name in ("java", "mvn"):
+        bare.has(name, then=f"exec {shutil.which('sleep')} 60")
+    return bare
+
+
+def test_maven_that_hangs_is_said_and_leaves_nothing(hung, monkeypatch):
+    monkeypatch.setenv("PATH", str(hung.programs))
+    monkeypatch.setattr(serve, "FETCH_S", 0.3)
+    with pytest.raises(serve.CannotStart, match=r"Maven did not fetch the jars within 0\.3 s\. M"):
+        serve.fetched(hung.folder / "jars")
+    assert not (hung.folder / "jars").exists()
+
+
+def test_java_that_hangs_is_said_and_the_folder_is_let_go(hung, monkeypatch):
+    monkeypatch.setenv("JAVA", str(hung.programs / "java"))
+    monkeypatch.setattr(broker, "START_S", 0.3)
+    for _ in range(2):
+        with pytest.raises(BrokerFailed, match=r"is not formatted after 0\.3 s\. See what holds"):
+            broker.Broker(hung.folder, hung.folder, free_port(), free_port()).start()
 
 
 def test_versions_of_kafka_agree():
