@@ -6,7 +6,6 @@ N trained tokens of a batch, n of them in a micro-batch, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.advantages.advantage import trained
 from ..algorithms.losses.critic import value_losses
 from ..settings import TrainerSettings
-from . import schedules, shards
+from . import shards
 from .batches import FlatBatch, assemble
 from .device import DeviceBatch
 from .examples import TrainingExample
 from .model import PolicyModel
+from .optimizer import ScheduledAdamW
 from .ranks import Ranks
 
 
@@ -46,14 +46,12 @@ class Critic:
         torch.nn.init.zeros_(self._head.weight)
         self._backbone.shard(self._ranks)
         self._ranks.shard(self._head)
-        self._parameters = [*network.base_model.parameters(), *self._head.parameters()]
-        self._settings, self._total_steps = settings.algorithm.optimizer, total_steps
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._settings.lr,
-            betas=self._settings.betas,
-            weight_decay=self._settings.weight_decay,
-            fused=True,
+        self._optimizer = ScheduledAdamW(
+            "critic",
+            [*network.base_model.parameters(), *self._head.parameters()],
+            settings.algorithm.optimizer,
+            total_steps=total_steps,
+            ranks=self._ranks,
         )
 
     def values(self, batch: DeviceBatch) -> Tensor:
@@ -82,7 +80,7 @@ class Critic:
             return {}
         old = np.concatenate([trained(e, "values") for e in examples]).astype(np.float32)
         returns = old + np.concatenate([advantage.raw(e) for e in examples]).astype(np.float32)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         total = 0.0
         for rows in self._ranks.plan(flat.lengths, budget):
             batch = DeviceBatch(assemble(flat, rows), flat, self._backbone.device)
@@ -93,31 +91,19 @@ class Critic:
             loss.backward()
             total += float(loss.detach())
         total = sum(self._ranks.gathered(total))
-        norm = self._update(step)
-        metrics = {"critic/vf_loss": total, "critic/grad_norm": norm}
-        return metrics | {
+        return {
+            "critic/vf_loss": total,
+            "critic/grad_norm": self._optimizer.update(step).grad_norm,
             "critic/vpred_mean": float(old.mean()),
             "critic/vf_explained_var": _explained(returns, old),
         }
-
-    def _update(self, step: int) -> float:
-        """Clip and apply the gradient, unless it is not finite; its norm."""
-        clip = self._settings.clip_grad
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
-        norm = shards.whole(norm)
-        if math.isfinite(float(norm)):
-            for group in self._optimizer.param_groups:
-                group["lr"] = schedules.learning_rate(self._settings, step, self._total_steps)
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return float(norm)
 
     def state(self) -> dict[str, Any]:
         """Weights and optimiser for torch.save; loads with weights_only=True."""
         return {
             "network": self._backbone.state_dict(),
             "head": shards.whole(self._head.weight.detach()).cpu().clone(),
-            "optimizer": shards.optimizer_state(self._optimizer, self._ranks),
+            "optimizer": self._optimizer.state(),
         }
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
@@ -126,8 +112,7 @@ class Critic:
         head = self._ranks.scattered(None if state is None else state["head"], self._head.weight)
         with torch.no_grad():
             self._head.weight.copy_(head)
-        optimizer = None if state is None else state["optimizer"]
-        shards.load_optimizer_state(self._optimizer, optimizer, self._ranks)
+        self._optimizer.load_state(None if state is None else state["optimizer"])
 
 
 def _explained(returns: np.ndarray, values: np.ndarray) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 import os
 import time
@@ -22,7 +21,7 @@ from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
 from ..algorithms.kl import KlLoss
 from ..settings import AlgorithmSettings, TrainerSettings
-from . import schedules, shards
+from . import schedules
 from .batches import Indices, assemble, flatten
 from .critic import Critic
 from .device import DeviceBatch
@@ -38,10 +37,9 @@ from .objective import (
     micro_loss,
     prepare,
 )
+from .optimizer import ScheduledAdamW
 from .preparation import corrected, penalised, usable, whole_pairs, with_measured
 from .ranks import Ranks
-
-logger = logging.getLogger("streamrft")
 
 # larger micro-batches leave a CPU's cache: 8192 tokens took 1.3 times as long as 2048
 CPU_MICROBATCH_TOKENS = 2048
@@ -67,23 +65,21 @@ class Learner:
             ConfigError: an unknown algorithm, function or argument, one that waits for a source
                 of data, or a schedule that needs total_steps without it.
         """
-        self._settings, self._total_steps = settings, total_steps
+        self._settings = settings
         self._ranks = ranks or Ranks()
-        self._optimizer_settings = settings.algorithm.optimizer
         self.algorithm = build_algorithm(settings.algorithm)
         _check_sources(settings.algorithm)
-        schedules.check(self._optimizer_settings, total_steps)
+        schedules.check(settings.algorithm.optimizer, total_steps)
         _prepare_torch(settings)
         self._policy = PolicyModel(settings)
         self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
         self._policy.shard(self._ranks)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._optimizer_settings.lr,
-            betas=self._optimizer_settings.betas,
-            weight_decay=self._optimizer_settings.weight_decay,
-            fused=True,
+        self._optimizer = ScheduledAdamW(
+            "policy",
+            (p for p in self.model.parameters() if p.requires_grad),
+            settings.algorithm.optimizer,
+            total_steps=total_steps,
+            ranks=self._ranks,
         )
         needs_critic = isinstance(self.algorithm.advantage, CriticAdvantage)
         self._critic = (
@@ -134,7 +130,7 @@ class Learner:
 
     def _step(self, examples: Sequence[TrainingExample], step: int) -> dict[str, float]:
         began = time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         chosen = usable(examples)
         if getattr(self.algorithm.policy_loss, "is_paired", False):
             chosen = whole_pairs(chosen)
@@ -268,28 +264,16 @@ class Learner:
         )
 
     def _update(self, step: int, *, has_loss: bool) -> dict[str, float]:
-        """Clip and apply the gradient, unless there is none or it is not finite."""
-        lr = schedules.learning_rate(self._optimizer_settings, step, self._total_steps)
-        clip = self._optimizer_settings.clip_grad
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
-        grad_norm = float(shards.whole(norm))
-        is_applied = has_loss and math.isfinite(grad_norm)
-        if is_applied:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        elif has_loss:
-            logger.warning("step %d: gradient norm is %s, the update is skipped", step, grad_norm)
-        self._optimizer.zero_grad(set_to_none=True)
+        update = self._optimizer.update(step, has_loss=has_loss)
         return {
-            "actor/grad_norm": grad_norm,
-            "actor/lr": lr,
-            "actor/skipped_updates": 0.0 if is_applied else 1.0,
+            "actor/grad_norm": update.grad_norm,
+            "actor/lr": update.lr,
+            "actor/skipped_updates": 0.0 if update.is_applied else 1.0,
         }
 
     def _coefficient(self, name: str, kl: KlLoss) -> float:
         """The coefficient in force; an adaptive one lies with the optimiser, so it is saved."""
-        return self._optimizer.param_groups[0].get(name, kl.kl_coef)
+        return self._optimizer.kept.get(name, kl.kl_coef)
 
     def _steered(
         self, name: str, kl: KlLoss, metrics: Mapping[str, float], num_examples: int
@@ -299,7 +283,7 @@ class Learner:
             return {}
         coef = self._coefficient(name, kl)
         measured = metrics.get("actor/kl_loss", math.nan)
-        self._optimizer.param_groups[0][name] = kl.next_coef(coef, measured, num_examples)
+        self._optimizer.kept[name] = kl.next_coef(coef, measured, num_examples)
         return {f"actor/{name}": coef}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -332,7 +316,7 @@ class Learner:
         The same whatever the number of ranks, so that another number may go on from it.
         """
         with self._ranks.together("optimizer_state"):
-            state = shards.optimizer_state(self._optimizer, self._ranks)
+            state = self._optimizer.state()
             return state if self._critic is None else {**state, "critic": self._critic.state()}
 
     def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
@@ -344,7 +328,7 @@ class Learner:
             )
         with self._ranks.together("load_optimizer_state", state=None):
             own = None if state is None else {n: v for n, v in state.items() if n != "critic"}
-            shards.load_optimizer_state(self._optimizer, own, self._ranks)
+            self._optimizer.load_state(own)
             if self._critic is not None:
                 self._critic.load_state(None if state is None else state["critic"])
 

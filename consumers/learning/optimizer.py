@@ -1,0 +1,89 @@
+"""AdamW under the configured schedule and clip: the policy's, and a critic's with the same."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..settings import OptimizerSettings
+from . import schedules, shards
+from .ranks import Ranks
+
+logger = logging.getLogger("streamrft")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of one gradient: its norm before the clip, and whether it was applied."""
+
+    grad_norm: float
+    lr: float
+    is_applied: bool
+
+
+class ScheduledAdamW:
+    """One model's AdamW. All ranks call its methods together, each for its shards."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Iterable[Tensor],
+        settings: OptimizerSettings,
+        *,
+        total_steps: int | None,
+        ranks: Ranks,
+    ) -> None:
+        """`name` of the model, for people; `settings` were checked by `schedules.check`."""
+        self._name, self._settings, self._total_steps = name, settings, total_steps
+        self._parameters, self._ranks = list(parameters), ranks
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Plain values that are saved with the moments; others may add their own."""
+        return self._adamw.param_groups[0]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def update(self, step: int, *, has_loss: bool = True) -> Update:
+        """Clip and apply the gradient, unless there is none or it is not finite; then forget it."""
+        lr = schedules.learning_rate(self._settings, step, self._total_steps)
+        clip = self._settings.clip_grad
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip if clip > 0 else math.inf)
+        norm = float(shards.whole(norm))
+        is_applied = has_loss and math.isfinite(norm)
+        if is_applied:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        elif has_loss:
+            logger.warning(
+                "step %d: the %s's gradient norm is %s, its update is skipped",
+                step,
+                self._name,
+                norm,
+            )
+        self.zero_grad()
+        return Update(norm, lr, is_applied)
+
+    def state(self) -> dict[str, Any]:
+        """For torch.save; the same whatever the number of ranks."""
+        return shards.optimizer_state(self._adamw, self._ranks)
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Undo `state`; None on ranks above 0, which are sent their shards."""
+        shards.load_optimizer_state(self._adamw, state, self._ranks)
