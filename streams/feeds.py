@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -18,10 +17,10 @@ from ..schemas.topics import Topics
 from .join_partition import PartitionJoin
 from .log import Consumer, Log, Partition, Record
 from .settings import StreamSettings
+from .waiting import Waiting
 
 CLOCK_INTERVAL_MS = 1_000
 SETTLE_S = 2.0
-MAX_WAITING = 10_000
 _FORGETTING_STEPS = 20
 
 
@@ -102,7 +101,7 @@ class HistoryFeed:
     def __init__(self, log: Log, consumer: Consumer, topics: Topics, partition: int) -> None:
         self._log, self._consumer = log, consumer
         self._sources = {t: Partition(topics.name(t), partition) for t in self.topics}
-        self._waiting: dict[str, deque[Record]] = {t: deque() for t in self.topics}
+        self._waiting: dict[str, Waiting] = {t: Waiting() for t in self.topics}
         self._names = {topics.name(t): t for t in self.topics}
         self._has_clocks = log.end_offsets([self._sources["clock"]])[self._sources["clock"]] > 0
         self._quiet_since: float | None = None
@@ -111,7 +110,7 @@ class HistoryFeed:
     def advance(self, unit: PartitionJoin, records: Sequence[Record], now_ms: int) -> bool:
         """See `Feed.advance`."""
         for record in records:
-            self._waiting[self._names[record.topic]].append(record)
+            self._waiting[self._names[record.topic]].put(record)
         self._throttle()
         before = self.positions()
         if self._has_clocks:
@@ -131,7 +130,7 @@ class HistoryFeed:
 
     def _throttle(self) -> None:
         """Leave a topic unread while too much of it waits for another."""
-        full = {self._sources[t] for t, w in self._waiting.items() if len(w) > MAX_WAITING}
+        full = {self._sources[t] for t, w in self._waiting.items() if w.is_full}
         self._consumer.pause(full - self._paused)
         self._consumer.resume(self._paused - full)
         self._paused = full
@@ -139,7 +138,7 @@ class HistoryFeed:
     def _applied(self, topic: str) -> int:
         waiting = self._waiting[topic]
         source = self._sources[topic]
-        return waiting[0].offset if waiting else self._consumer.positions().get(source, 0)
+        return waiting.first.offset if waiting else self._consumer.positions().get(source, 0)
 
     def _is_at_end(self, topic: str) -> bool:
         source = self._sources[topic]
@@ -149,16 +148,16 @@ class HistoryFeed:
 
     def _follow_clocks(self, unit: PartitionJoin) -> None:
         while self._waiting["clock"]:
-            record = self._waiting["clock"][0]
+            record = self._waiting["clock"].first
             try:
                 clock = codec.decode(record.value, Clock)
             except UndecodableRecord as error:
                 unit.dead_letter(record, error)
-                self._waiting["clock"].popleft()
+                self._waiting["clock"].take()
                 continue
             if not self._reach(unit, clock.positions):
                 return
-            self._waiting["clock"].popleft()
+            self._waiting["clock"].take()
             unit.tick(clock.time_ms)
         if self._is_at_end("clock"):
             self._reach(unit, {})
@@ -168,8 +167,8 @@ class HistoryFeed:
         for topic in ("trajectories", "rewards"):
             waiting = self._waiting[topic]
             end = positions.get(topic, 0) if positions else math.inf
-            while waiting and waiting[0].offset < end:
-                unit.take(waiting.popleft())
+            while waiting and waiting.first.offset < end:
+                unit.take(waiting.take())
         return all(self._applied(t) >= at for t, at in positions.items() if t in self._sources)
 
     def _merge(self, unit: PartitionJoin) -> None:
@@ -179,9 +178,9 @@ class HistoryFeed:
             for topic in ("trajectories", "rewards"):
                 if not self._waiting[topic] and not self._is_at_end(topic):
                     return
-            waiting = min((w for w in both if w), key=lambda w: _time_of(w[0]))
-            unit.tick(_time_of(waiting[0]) - 1)
-            unit.take(waiting.popleft())
+            waiting = min((w for w in both if w), key=lambda w: _time_of(w.first))
+            unit.tick(_time_of(waiting.first) - 1)
+            unit.take(waiting.take())
 
     def _end(self, unit: PartitionJoin, is_moved: bool) -> bool:
         if is_moved or not unit.join.num_open:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...schemas.errors import LogError, LogUnavailable
 from ..log import Consumer, Log, Partition, Record
-from .exchange import CAPACITY, CAPACITY_BYTES, Exchange, Waiting, size_of
+from ..waiting import CAPACITY, CAPACITY_BYTES, Waiting, size_of
+from .exchange import Exchange
 from .membership import Membership
 
 LINGER_S = 0.05
@@ -40,17 +41,17 @@ class _Reading:
     def skip_repeats(self) -> int:
         """Leave out what was handed out already; how much that was."""
         num = 0
-        while self.waiting and self.waiting.first < self.next:
+        while self.waiting and self.waiting.first.offset < self.next:
             self.waiting.take()
             num += 1
-        if not self.waiting or self.waiting.first >= self.proven:
+        if not self.waiting or self.waiting.first.offset >= self.proven:
             self.next = max(self.next, self.proven)
         return num
 
     @property
     def has_gap(self) -> bool:
         """Whether the first record that waits is not the next one, for all that is known."""
-        return bool(self.waiting) and self.waiting.first > max(self.next, self.proven - 1)
+        return bool(self.waiting) and self.waiting.first.offset > max(self.next, self.proven - 1)
 
     def take(self, num: int) -> list[Record]:
         """The next records up to a gap."""
@@ -212,7 +213,7 @@ class FaustConsumer:
             share = -(-(max_records - len(records)) // (len(served) - i))
             # with enough at hand they are filled one at a time
             if reading.has_gap and not (has_filled and self._has_enough()):
-                self._fill(place, reading, reading.waiting.first)
+                self._fill(place, reading, reading.waiting.first.offset)
                 has_filled = True
             records += reading.take(share)
         return records
@@ -256,7 +257,7 @@ class FaustConsumer:
                 break
             more = reader.poll(_GAP_CHUNK, _GAP_POLL_MS)
             records += more
-            num_bytes += sum(map(size_of, more))
+            num_bytes += sum(size_of(record.value) for record in more)
             if time.monotonic() > deadline:
                 raise LogUnavailable(
                     f"{place.topic}[{place.partition}]@{start}: a gap up to {end} could not be "

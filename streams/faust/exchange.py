@@ -7,49 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from ..log import Partition, Record
-
-CAPACITY, CAPACITY_BYTES = 4_000, 32 * 2**20
-
-
-class Waiting:
-    """Records in the order in which they came, and how much that is."""
-
-    def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._records = deque(records)
-        self.num_bytes = sum(map(size_of, self._records))
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @property
-    def first(self) -> int:
-        """The offset of the first. There must be one."""
-        return self._records[0].offset
-
-    def put(self, record: Record) -> None:
-        """Add one."""
-        self._records.append(record)
-        self.num_bytes += size_of(record)
-
-    def take(self) -> Record:
-        """Remove the first."""
-        record = self._records.popleft()
-        self.num_bytes -= size_of(record)
-        return record
-
-    def behind(self, found: Iterable[Record], offset: int) -> Waiting:
-        """`found`, then those from `offset` on."""
-        return Waiting([*found, *(r for r in self._records if r.offset >= offset)])
-
-    @property
-    def is_full(self) -> bool:
-        """Whether that is enough."""
-        return len(self._records) >= CAPACITY or self.num_bytes >= CAPACITY_BYTES
-
-
-def size_of(record: Record) -> int:
-    """Bytes of a record in memory, about."""
-    return 100 if record.value is None else len(record.value) + 100
+from ..waiting import CAPACITY, CAPACITY_BYTES, size_of
 
 
 class Exchange:
@@ -70,7 +28,7 @@ class Exchange:
     def put(self, record: Record) -> None:
         """Hand over a record."""
         self._records.append(record)
-        self._bytes_put += size_of(record)
+        self._bytes_put += size_of(record.value)
         self._arrived.set()
 
     def assign(self, partitions: Iterable[Partition]) -> None:
@@ -109,7 +67,7 @@ class Exchange:
         """All that has arrived."""
         self._arrived.clear()
         records = [self._records.popleft() for _ in range(len(self._records))]
-        self._bytes_taken += sum(map(size_of, records))
+        self._bytes_taken += sum(size_of(record.value) for record in records)
         return records
 
     def wait(self, timeout_s: float) -> None:

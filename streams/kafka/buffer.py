@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..log import Partition, Record
+from ..waiting import size_of
 
 MAX_RECORDS, MAX_BYTES = 4_000, 64 * 2**20
-MAX_PAUSED_RECORDS = 1_000
+# of each paused partition
+MAX_PAUSED_RECORDS, MAX_PAUSED_BYTES = 1_000, 16 * 2**20
 
 
 class Buffer:
@@ -71,7 +73,7 @@ class Buffer:
         self._waiting[partition].append(record)
         self._reached[partition] = offset + 1
         self._num_records += 1
-        self._num_bytes += _size(value)
+        self._num_bytes += size_of(value)
         return partition
 
     def reach(self, partition: Partition, offset: int) -> bool:
@@ -84,18 +86,24 @@ class Buffer:
     def _leave(self, records: Sequence[Record]) -> None:
         """Count out what waits no more."""
         self._num_records -= len(records)
-        self._num_bytes -= sum([_size(record.value) for record in records])
+        self._num_bytes -= _size_bytes(records)
 
     @property
     def is_full(self) -> bool:
         """Whether enough waits; what paused partitions hold is bounded elsewhere."""
         held = [self._waiting[p] for p in self.paused if p in self._waiting]
-        num_held = sum(map(len, held))
-        return self._num_records - num_held >= MAX_RECORDS or self._num_bytes >= MAX_BYTES
+        num_records = self._num_records - sum(map(len, held))
+        num_bytes = self._num_bytes - sum(map(_size_bytes, held))
+        return num_records >= MAX_RECORDS or num_bytes >= MAX_BYTES
 
     def overfull(self) -> list[Partition]:
         """Paused partitions that hold so much that no more of them should be fetched."""
-        return [p for p in self.paused if len(self._waiting.get(p, ())) >= MAX_PAUSED_RECORDS]
+        held = {p: self._waiting[p] for p in self.paused if p in self._waiting}
+        return [
+            p
+            for p, waiting in held.items()
+            if len(waiting) >= MAX_PAUSED_RECORDS or _size_bytes(waiting) >= MAX_PAUSED_BYTES
+        ]
 
     @property
     def has_records(self) -> bool:
@@ -122,5 +130,5 @@ class Buffer:
         return {p for p in partitions if p in self._reached and p not in self.paused}
 
 
-def _size(value: bytes | None) -> int:
-    return 100 if value is None else len(value) + 100
+def _size_bytes(records: Iterable[Record]) -> int:
+    return sum([size_of(record.value) for record in records])

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from streamrft.schemas.errors import LogError, OffsetOutOfRange
 from streamrft.streams.faust.consumer import FaustConsumer
-from streamrft.streams.faust.exchange import CAPACITY, CAPACITY_BYTES, Exchange
+from streamrft.streams.faust.exchange import Exchange
 from streamrft.streams.faust.membership import HostedFaust
 from streamrft.streams.log import Limits, Log, Partition, Record, TopicSpec, open_log
+from streamrft.streams.waiting import CAPACITY, CAPACITY_BYTES
 
 TOPICS = ("a", "b")
 NUM = 12
