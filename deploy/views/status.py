@@ -186,7 +186,7 @@ def _add_counts(grid: Table, status: Status) -> None:
     others["amendments"] = balance.num_amended
     others["ends deleted by retention"] = balance.num_forgotten
     left_out = sum(beat.metrics.get("faust/gap_records", 0) for beat in status.processes)
-    others["records read from the log before Faust brought them"] = int(left_out)
+    others["records that Faust had not brought, read from the log"] = int(left_out)
     if any(others.values()):
         grid.add_row("beside", _counts({k: n for k, n in others.items() if n}))
 

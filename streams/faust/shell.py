@@ -35,8 +35,8 @@ class FaustShell:
         """`membership`, `exchange`: of an application that runs already."""
         if not isinstance(process.log, KafkaLog):
             raise ConfigError(
-                "streams.engine: faust reads Kafka only. Set event_log: kafka://host:9092, or "
-                "streams.engine: native."
+                "--engine faust: this run's log is not Kafka, which is all that Faust reads. "
+                "Leave the option out."
             )
         self._log = process.log
         self._group = f"{process.topics.namespace}.{GROUP}"

@@ -125,6 +125,13 @@ def test_faust_on_the_embedded_log_is_refused_with_what_to_do(tmp_path, capsys):
     assert "faust reads Kafka only" in err and "streams.engine: native" in err
 
 
+def test_the_option_for_faust_on_the_embedded_log_is_refused_with_what_to_do(tmp_path, capsys):
+    pytest.importorskip("faust")
+    code, _, err = new_cli(tmp_path, capsys).run("join", "--engine", "faust")
+    assert code == 2
+    assert "--engine faust: this run's log is not Kafka" in err and "Leave the option out" in err
+
+
 def test_a_missing_library_is_said_before_anything_starts(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("streamrft.streams.shell.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "faust", raising=False)
