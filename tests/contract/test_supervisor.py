@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
 from streamrft.deploy.roles import load_plugins
 from streamrft.deploy.supervisor import Interrupted, supervise
+from streamrft.deploy.views.place import was_started
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import ConfigError, LogUnavailable
 from streamrft.streams.lineage import Lineage, surviving_lineage
@@ -278,6 +280,9 @@ def test_a_model_folder_that_is_missing_ends_the_run_before_torch_is_imported(
 
 def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> None:
     supervised.started()
+    run = plan(supervised.config)
+    with closing(run.open_log()) as log:
+        until(lambda: was_started(log, run.stages[0]), "first record of a child")
     supervised.end()
     config = json.loads(supervised.config.read_text())
     supervised.config.write_text(json.dumps(config | {"continue_from_checkpoint": False}))
