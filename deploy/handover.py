@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ..consumers.folders import MANIFEST
 from ..schemas import events as ev
-from ..schemas.errors import LogError
+from ..schemas.errors import LogError, StorageGone
 from ..schemas.topics import Topics
+from ..streams.blobs import join_uri, read_bytes
 from ..streams.lineage import surviving_lineage
 from ..streams.log import Log
 from ..streams.reading import read_events
@@ -44,6 +46,15 @@ def newest_full(log: Log, topics: Topics) -> ev.Checkpoint | None:
         if isinstance(e, ev.Checkpoint) and e.kind == "full" and lineage.contains(e.branch, e.step)
     ]
     return max(found, key=lambda c: c.step, default=None)
+
+
+def is_kept(checkpoint: ev.Checkpoint) -> bool:
+    """Whether its folder is still there, whole. Raises StorageUnavailable: nobody can tell now."""
+    try:
+        read_bytes(join_uri(checkpoint.uri, MANIFEST))
+    except StorageGone:
+        return False
+    return True
 
 
 def _last_trained(stage: Stage | None) -> Stage | None:

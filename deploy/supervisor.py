@@ -17,7 +17,7 @@ from ..streams.log import Lease, Log
 from ..streams.process import Process
 from .children import Child, command_of, describe, environment_of, kill_all, stop_in_order
 from .goal import judge
-from .handover import newest_full
+from .handover import is_kept, newest_full
 from .plan import Run, Stage
 from .views.place import was_started
 
@@ -145,6 +145,7 @@ class _Supervisor:
         label = f"stage {stage.name}" if stage.name else "run"
         self._log.ensure_topics(self._run.topic_specs(stage))
         if judge(self._log, stage).is_reached and self._is_worth_skipping(stage):
+            self._check_result(stage, label)
             self._screen.say(f"{label}: reached its goal before; nothing to do{_how_on(stage)}")
             return
         self._begin(stage)
@@ -178,6 +179,16 @@ class _Supervisor:
     def _is_worth_skipping(self, stage: Stage) -> bool:
         """An SFT stage over epochs says it is done only by its trainer's exit code."""
         return not (stage.is_sft and stage.trainer and stage.trainer.total_steps is None)
+
+    def _check_result(self, stage: Stage, label: str) -> None:
+        """What the run was for may have been removed; weights of stages before it may go."""
+        saved = newest_full(self._log, stage.topics)
+        if stage is self._run.stages[-1] and saved is not None and not is_kept(saved):
+            raise GaveUp(
+                f"{label}: reached its goal before, and the log ({self._run.log_url}) says so for "
+                f"good, but its checkpoint {saved.uri} is gone. Put the folder back, or give the "
+                "run another name to begin anew."
+            )
 
     def _turn(self, stage: Stage) -> None:
         """One look at everything, about ten times a second."""

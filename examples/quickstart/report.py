@@ -16,7 +16,7 @@ from streamrft.schemas import codec
 from streamrft.schemas.errors import StreamrftError
 from streamrft.schemas.events import Branch, Checkpoint, Cut, Event, TrainStep
 from streamrft.streams.log import Partition
-from streamrft.streams.weights.object_storage import fetch_model_folder
+from streamrft.streams.weights.object_storage import HF_FOLDER, fetch_model_folder
 
 WINDOW = 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -101,9 +101,15 @@ def model_folder(run: Run, stage: Stage) -> Path:
     """The Hugging Face folder of the newest checkpoint; a copy of one on an object store."""
     events = read_topic(run, stage, "checkpoints", Checkpoint, Branch)
     newest = [e for e in events if isinstance(e, Checkpoint)][-1]
-    if "://" in newest.uri and not newest.uri.startswith("file://"):
+    if "://" in newest.uri:
         return fetch_model_folder(newest, run.job_dir / "model")
-    return Path(newest.uri.removeprefix("file://")) / "actor" / "huggingface"
+    folder = Path(newest.uri) / HF_FOLDER
+    if not folder.is_dir():
+        raise StreamrftError(
+            f"{folder}: gone, though {run.log_url} says that the run was trained. Put the folder "
+            "back, or give the run another name and train it again."
+        )
+    return folder
 
 
 def ask(folder: Path, question: str) -> str:

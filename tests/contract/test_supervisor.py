@@ -228,6 +228,28 @@ def test_a_run_whose_epochs_are_done_says_how_to_train_on(
     ]
 
 
+def test_a_reached_goal_whose_checkpoint_was_removed_says_what_to_do(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines = tmp_path / "global_step_1", Lines()
+    saved = ev.Checkpoint(
+        branch="main", step=1, kind="full", uri=str(folder), digest="d" * 64,
+        manifest_sha256="e" * 64, epoch=1, produced_at=ev.now_ms(),
+    )  # fmt: skip
+    with cli.place() as place:
+        append(place, "checkpoints", saved)
+    monkeypatch.setattr("streamrft.deploy.supervisor.judge", lambda log, stage: Verdict())
+    monkeypatch.setattr("streamrft.deploy.supervisor._Supervisor._catch_signals", lambda self: None)
+    assert supervise(plan(cli.config), lines) == 1
+    (said,) = lines.said
+    assert f"its checkpoint {folder} is gone" in said and "another name to begin anew" in said
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    lines.said.clear()
+    assert supervise(plan(cli.config), lines) == 0
+    assert lines.said == ["run: reached its goal before; nothing to do"]
+
+
 def test_a_full_disk_is_told_once_and_a_signal_still_shows_in_the_exit_code(
     supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,3 +76,17 @@ def test_the_same_command_again_has_nothing_left_to_do(call):
     assert again.returncode == 0, again.stdout + again.stderr
     shown = call(str(EXAMPLE / "report.py"), "--min-climb", "-1")
     assert f"reward by step, 1 to {STEPS}" in shown.stdout
+
+
+def test_a_model_that_was_removed_is_named_with_what_to_do(call):
+    kept = call.root / "quickstart" / "sort" / "rft"
+    away = kept.rename(kept.with_name("away"))
+    try:
+        again = call(*call.cli, "run", *call.config, "--plugin-dir", str(EXAMPLE / "plugins"))
+        assert again.returncode == 1
+        assert f"{kept}/global_step_{STEPS} is gone" in again.stdout
+        shown = call(str(EXAMPLE / "report.py"), "--min-climb", "-1")
+        assert shown.returncode == 1 and "Traceback" not in shown.stderr
+        assert "give the run another name and train it again" in shown.stderr
+    finally:
+        away.rename(kept)
