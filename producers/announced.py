@@ -29,14 +29,16 @@ class Announced:
             default=None,
         )
 
+    def is_paced(self, task: ev.Task) -> bool:
+        """Whether the task was published for this lineage, not for a branch that was left since."""
+        return self._lineage.contains(task.branch, task.min_policy_version)
+
     def version_for(self, task: ev.Task) -> int:
         """Oldest policy_version that may roll out the task.
 
         What was paced on a branch that was left since, and not executed, takes the current one.
         """
-        if self._lineage.contains(task.branch, task.min_policy_version):
-            return task.min_policy_version
-        return 0
+        return task.min_policy_version if self.is_paced(task) else 0
 
     @property
     def branch(self) -> str:

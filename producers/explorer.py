@@ -6,6 +6,7 @@ import logging
 import queue
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from ..schemas import codec
 from ..schemas import events as ev
@@ -19,7 +20,7 @@ from ..schemas.errors import (
 from ..streams import faults
 from ..streams.log import Consumer, Partition, Record
 from ..streams.process import Process, until_answered
-from ..streams.reading import begins
+from ..streams.reading import begins, drain
 from .announced import Announced
 from .engines.service import EngineService
 from .outbox import Outbox
@@ -103,11 +104,22 @@ class Explorer:
 
     def _follow_weights(self) -> None:
         waits = bool(self._waiting) and not self._num_running
-        for record in self._polled(self._checkpoints, 500, 100 if waits else 0):
+        self._follow(self._polled(self._checkpoints, 500, 100 if waits else 0))
+
+    def _follow(self, records: Iterable[Record]) -> None:
+        for record in records:
             event = self._decode(record)
             if isinstance(event, (ev.Checkpoint, ev.Branch)):
                 self._announced.on_event(event)
         self._service.wanted = self._announced.newest
+
+    def _follow_fork(self) -> None:
+        """A fork is announced before its tasks, but they may be read before it."""
+        tasks = [ticket.task for ticket in self._waiting if ticket.task]
+        if not all(self._announced.is_paced(task) for task in tasks):
+            until_answered(
+                lambda: self._follow(drain(self._log, self._checkpoints)), self._process.idle
+            )
 
     def _polled(self, consumer: Consumer, max_records: int, timeout_ms: int) -> list[Record]:
         return until_answered(lambda: consumer.poll(max_records, timeout_ms), self._process.idle)
@@ -132,6 +144,7 @@ class Explorer:
                 ticket.is_done = True
         if records:
             self._waiting = deque(sorted(self._waiting, key=_number))
+            self._follow_fork()
             if not self._num_running:
                 self._commit()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from explorer_run import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import until
 
+from streamrft.producers.explorer import Explorer
 from streamrft.producers.settings import RewardSourceSettings, RolloutArgs
 from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
@@ -160,6 +163,28 @@ def test_fork_lowers_the_version_and_frees_tasks_of_the_old_branch(
         until(lambda: uncommitted(log) == 0)
     found = {t.number: (t.branch, t.max_policy_version) for t in trajectories(log)}
     assert found == {0: ("main", 3), 1: ("main", 1), 2: ("b", 2)}
+
+
+def test_task_of_a_fork_read_before_the_fork_is_rolled_out_by_its_weights(
+    url, log, tmp_path, tiny_model_dir, monkeypatch
+):
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 4))
+    forked = checkpoint(tiny_model_dir, tmp_path / "c", 3, "b")
+    take, taken = Explorer._take, threading.Event()
+
+    def fork_then_take(explorer: Explorer) -> None:
+        if not taken.is_set():
+            with closing(open_log(url)) as own:
+                fork = ev.Branch(branch="b", parent="main", step=2, produced_at=0)
+                say(own, "checkpoints", fork, forked)
+                say(own, "tasks", task(0, min_version=3, branch="b"))
+            taken.set()
+        take(explorer)
+
+    monkeypatch.setattr(Explorer, "_take", fork_then_take)
+    with running(url, settings()):
+        until(lambda: taken.is_set() and uncommitted(log) == 0)
+    assert {(t.branch, t.min_policy_version) for t in trajectories(log)} == {("b", 3)}
 
 
 def test_outside_sources_are_expected_with_their_weights(url, log, tmp_path, tiny_model_dir):
