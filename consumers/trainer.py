@@ -145,6 +145,7 @@ def _online_source(
         source_max_staleness=settings.source_max_staleness,
         in_number_order=settings.deterministic,
         ends_by_steps=settings.total_steps is not None,
+        in_pairs=settings.algorithm.algorithm_type == "dpo",
     )
     source = OnlineSource(
         process.log,

@@ -20,7 +20,8 @@ class AlgorithmType:
     Args:
         loss_agg_mode: None takes the policy loss's own.
         repeat_times: default group size.
-        schema: what it trains on: experiences of the log, rows to imitate, plain text, or pairs.
+        schema: what it trains on: experiences of the log alone, rows to imitate or plain text of
+            a file alone; pairs (dpo) or single verdicts (kto) of either.
     """
 
     policy_loss_fn: str
@@ -31,7 +32,7 @@ class AlgorithmType:
     policy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     loss_agg_mode: str | None = None
     repeat_times: int = 1
-    schema: Literal["experience", "sft", "cpt", "dpo"] = "experience"
+    schema: Literal["experience", "sft", "cpt", "dpo", "kto"] = "experience"
 
 
 def _group_policy(advantage_fn: str, **changes: Any) -> AlgorithmType:
@@ -100,14 +101,15 @@ ALGORITHMS: dict[str, AlgorithmType] = {
     "sft": AlgorithmType("sft", schema="sft"),
     "cpt": AlgorithmType("sft", schema="cpt"),
     # DPO, arXiv:2305.18290
-    "dpo": AlgorithmType("dpo", kl_loss_fn="k2", entropy_loss_fn="default", schema="dpo"),
+    "dpo": AlgorithmType(
+        "dpo", kl_loss_fn="k2", entropy_loss_fn="default", repeat_times=2, schema="dpo"
+    ),
     # KTO, arXiv:2402.01306
-    "kto": AlgorithmType("kto", kl_loss_fn="k2", entropy_loss_fn="default", schema="dpo"),
+    "kto": AlgorithmType("kto", kl_loss_fn="k2", entropy_loss_fn="default", schema="kto"),
 }
 
 _EXPERTS = "expert rows mixed into the batch (buffer.trainer_input.auxiliary_buffers)"
 _TEACHER = "a teacher's log-probs (explorer.auxiliary_models)"
-_PREFERENCES = "preferences of rollouts, from the log"
 # what a function reads that nothing delivers yet; the function itself is whole
 SOURCES: dict[str, dict[str, str]] = {
     "advantage_fn": {
@@ -119,8 +121,6 @@ SOURCES: dict[str, dict[str, str]] = {
     "policy_loss_fn": {
         "mix": _EXPERTS,
         "mix_chord": _EXPERTS,
-        "dpo": _PREFERENCES,
-        "kto": _PREFERENCES,
     },
 }
 
@@ -150,8 +150,7 @@ def awaited_source(kind: AlgorithmType, **chosen: str | None) -> str | None:
     """
     for family, waiting in SOURCES.items():
         name = chosen.get(family) or getattr(kind, family)
-        # rows of pairs are a source of their own
-        if name in waiting and kind.schema != name:
+        if name in waiting:
             return waiting[name]
     return None
 
@@ -159,6 +158,12 @@ def awaited_source(kind: AlgorithmType, **chosen: str | None) -> str | None:
 def check_sources(name: str, **chosen: str | None) -> None:
     """Raise ConfigError where the algorithm cannot be trained, naming what it waits for."""
     kind = algorithm_type(name)
+    loss = chosen.get("policy_loss_fn") or kind.policy_loss_fn
+    if loss != kind.policy_loss_fn and {loss, kind.policy_loss_fn} & {"dpo", "kto"}:
+        raise ConfigError(
+            f"algorithm.policy_loss_fn: {loss!r} found with algorithm_type {name!r}; what is "
+            "preferred is chosen for algorithm_type dpo and kto, each with the loss of its name."
+        )
     source = awaited_source(kind, **chosen)
     if source is None:
         return

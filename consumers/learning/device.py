@@ -54,6 +54,7 @@ class DeviceBatch:
             is_expert=is_expert,
             preferences=preferences,
             pairs=pairs,
+            kl_baseline=objective.kl_baseline,
             step=step,
         )
 

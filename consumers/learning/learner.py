@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
 from ..algorithms.kl import KlLoss
+from ..algorithms.losses.preference import kto_baseline
 from ..settings import AlgorithmSettings, TrainerSettings
 from . import schedules
 from .batches import Indices, assemble, flatten
@@ -27,6 +28,7 @@ from .critic import Critic
 from .device import DeviceBatch
 from .examples import TrainingExample
 from .logprobs import token_logprobs, token_statistics
+from .mismatched import mismatched, sequence_sums
 from .model import PolicyModel
 from .objective import (
     MicroTerms,
@@ -38,8 +40,9 @@ from .objective import (
     prepare,
 )
 from .optimizer import ScheduledAdamW
-from .preparation import corrected, penalised, usable, whole_pairs, with_measured
+from .preparation import chosen_for, corrected, penalised, with_measured
 from .ranks import Ranks
+from .reproducible import prepare_torch
 
 # larger micro-batches leave a CPU's cache: 8192 tokens took 1.3 times as long as 2048
 CPU_MICROBATCH_TOKENS = 2048
@@ -70,7 +73,7 @@ class Learner:
         self.algorithm = build_algorithm(settings.algorithm)
         _check_sources(settings.algorithm)
         schedules.check(settings.algorithm.optimizer, total_steps)
-        _prepare_torch(settings)
+        prepare_torch(settings)
         self._policy = PolicyModel(settings)
         self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
         self._policy.shard(self._ranks)
@@ -102,7 +105,13 @@ class Learner:
         return self._policy.tokenizer
 
     def check(self, example: TrainingExample) -> None:
-        """Raise InvalidEvent for tokens that the model does not know. Cheap; before a cut."""
+        """Raise InvalidEvent for what the model or the loss cannot take. Cheap; before a cut."""
+        num_sequences = len(example.sequences)
+        if num_sequences != 1 and getattr(self.algorithm.policy_loss, "is_paired", False):
+            raise InvalidEvent(
+                f"{example.trajectory_id}: {num_sequences} sequences; a side of a pair is one.",
+                field="sequences",
+            )
         limit = self.model.get_input_embeddings().weight.shape[0]
         for i, sequence in enumerate(example.sequences):
             low, high = int(sequence.tokens.min()), int(sequence.tokens.max())
@@ -131,11 +140,11 @@ class Learner:
     def _step(self, examples: Sequence[TrainingExample], step: int) -> dict[str, float]:
         began = time.perf_counter()
         self._optimizer.zero_grad()
-        chosen = usable(examples)
-        if getattr(self.algorithm.policy_loss, "is_paired", False):
-            chosen = whole_pairs(chosen)
+        chosen = chosen_for(self.algorithm.policy_loss, examples)
         ready, metrics = self._prepared(chosen)
         objective = prepare(ready, self.algorithm, max_tokens=self._settings.max_sequence_tokens)
+        if getattr(self.algorithm.policy_loss, "needs_kl_baseline", False):
+            objective = dataclasses.replace(objective, kl_baseline=self._kl_baseline(chosen))
         totals, cuts = Totals(), objective.cuts(self._budget, self._ranks.plan)
         if self._critic is not None and step <= self._settings.critic_warmup:
             cuts = []
@@ -170,7 +179,7 @@ class Learner:
         """The batch measured, penalised and corrected, as far as the algorithm asks."""
         algorithm, metrics = self.algorithm, dict[str, float]()
         if algorithm.measures:
-            examples = with_measured(examples, self._measured(examples))
+            examples = with_measured(examples, self._measured(examples, algorithm.measures))
         if algorithm.kl_penalty.is_active:
             coef = self._coefficient("kl_penalty_coef", algorithm.kl_penalty)
             examples, metrics = penalised(examples, algorithm.kl_penalty, coef)
@@ -181,22 +190,30 @@ class Learner:
             metrics |= weighed
         return examples, metrics
 
+    def _kl_baseline(self, examples: Sequence[TrainingExample]) -> float:
+        others = mismatched(examples, max_tokens=self._settings.max_sequence_tokens)
+        found = self._measured(others, frozenset({"current_logprobs", "ref_logprobs"}))
+        change = found["current_logprobs"] - found["ref_logprobs"]
+        return kto_baseline(sequence_sums(others, change))
+
     @torch.no_grad()
-    def _measured(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
-        """What the algorithm reads of the models before the step, float32 [N] by field."""
+    def _measured(
+        self, examples: Sequence[TrainingExample], wanted: frozenset[str]
+    ) -> dict[str, Any]:
+        """Fields of TrainingSequence as the models give them before the step, float32 [N] each."""
         flat = flatten([s for e in examples for s in e.sequences if s.is_trained.any()])
-        fields = {n: np.zeros(len(flat.trained), np.float32) for n in self.algorithm.measures}
+        fields = {n: np.zeros(len(flat.trained), np.float32) for n in wanted}
         for rows in self._ranks.plan(flat.lengths, self._budget):
             micro = assemble(flat, rows)
             batch = DeviceBatch(micro, flat, self._policy.device)
-            for name, values in self._pass(batch).items():
+            for name, values in self._pass(batch, wanted).items():
                 fields[name][micro.trained] = values.float().cpu().numpy()
         parts = self._ranks.gathered(fields)
         return {name: functools.reduce(np.add, [p[name] for p in parts]) for name in fields}
 
-    def _pass(self, batch: DeviceBatch) -> dict[str, Tensor]:
-        """The measured fields at one micro-batch's trained tokens, [n] each."""
-        wanted, found = self.algorithm.measures, dict[str, Tensor]()
+    def _pass(self, batch: DeviceBatch, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """The wanted fields at one micro-batch's trained tokens, [n] each."""
+        found = dict[str, Tensor]()
         with self._policy.autocast():
             if "ref_logprobs" in wanted:
                 found["ref_logprobs"], _ = self._logprobs(batch, self._reference)
@@ -369,15 +386,3 @@ def _check_sources(settings: AlgorithmSettings) -> None:
         advantage_fn=advantage.name if advantage else None,
         policy_loss_fn=policy.name if policy else None,
     )
-
-
-def _prepare_torch(settings: TrainerSettings) -> None:
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    torch.manual_seed(settings.seed)
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        # filling every new tensor with NaN is a debugging aid that costs time
-        deterministic: Any = torch.utils.deterministic
-        deterministic.fill_uninitialized_memory = False

@@ -37,6 +37,7 @@ class Objective:
         is_paired: a wanted sequence is followed by its unwanted partner.
         num_trained_examples: examples that have an advantage other than 0, where there is one.
         num_trained_tokens: their trained tokens.
+        kl_baseline: KTO's z.
     """
 
     flat: FlatBatch
@@ -48,6 +49,7 @@ class Objective:
     is_paired: bool
     num_trained_examples: int
     num_trained_tokens: int
+    kl_baseline: float = 0.0
 
     def cuts(
         self, budget: int, plan: Callable[[Indices, int], list[Indices]] = plan

@@ -16,9 +16,19 @@ import torch
 from ..algorithms.advantages import token_rewards
 from ..algorithms.correction import RolloutCorrection
 from ..algorithms.kl import KlLoss
+from ..algorithms.tokens import PolicyLoss
 from .examples import TrainingExample, TrainingSequence
 
 Floats = npt.NDArray[np.float32]
+
+
+def chosen_for(loss: PolicyLoss, examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """What of a batch the loss can be computed of, with what is preferred where it compares."""
+    if getattr(loss, "is_paired", False):
+        examples = whole_pairs(examples)
+    elif (threshold := getattr(loss, "reward_threshold", None)) is not None:
+        examples = judged(examples, threshold)
+    return usable(examples)
 
 
 def usable(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
@@ -50,10 +60,26 @@ def _is_finite(example: TrainingExample) -> bool:
 
 
 def whole_pairs(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
-    """Pairs whose sides both have a trained token; a prompt that fills the limit leaves none."""
+    """Pairs of which both sides are usable and have a trained token, the wanted side first.
+
+    Of rollouts the first side of a pair is the wanted one, as the source puts it.
+    """
     assert len(examples) % 2 == 0, "pairs stand side by side"
     pairs = zip(examples[0::2], examples[1::2], strict=True)
-    return [e for pair in pairs if all(x.num_trained_tokens for x in pair) for e in pair]
+    return [
+        dataclasses.replace(e, preference=preference)
+        for pair in pairs
+        if all(x.num_trained_tokens and _is_finite(x) for x in pair)
+        for e, preference in zip(pair, (1, -1), strict=True)
+    ]
+
+
+def judged(examples: Sequence[TrainingExample], threshold: float) -> list[TrainingExample]:
+    """Rollouts with a reward above the threshold wanted, the others not; rows say it themselves."""
+    return [
+        e if e.preference else dataclasses.replace(e, preference=1 if e.reward > threshold else -1)
+        for e in examples
+    ]
 
 
 def with_measured(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...schemas.events import Drop, Ended, Experience
 from .members import BatchRules, Lineage, Member, member_of
+from .pairing import beside_pair, wanted_first
 from .positions import ClosedGroups, FinalOffsets
 
 
@@ -144,12 +145,14 @@ class GroupAssembly:
         for m in members:
             if (drop := self._verdict(m, steps_done, now_ms)) is not None:
                 drops += self._apply(m, drop, steps_done, now_ms)
+        if self.rules.in_pairs:
+            drops += self._beside_pairs(steps_done, now_ms)
         return drops
 
     def drop(
         self,
         m: Member,
-        reason: Literal["stale", "off_lineage", "invalid"],
+        reason: Literal["stale", "off_lineage", "invalid", "filtered"],
         detail: str,
         steps_done: int,
         now_ms: int,
@@ -181,7 +184,8 @@ class GroupAssembly:
         batch = ready[:size]
         if self.rules.in_number_order and not self._has_no_gap(batch):
             return None
-        return [m for g in batch for m in sorted(g.members.values(), key=_by_slot)]
+        order = wanted_first if self.rules.in_pairs else _by_slot
+        return [m for g in batch for m in sorted(g.members.values(), key=order)]
 
     def take(self, members: Iterable[tuple[str, int, int, int]]) -> None:
         """Mark (group_id, number, partition, offset) as trained; also for a recorded cut."""
@@ -280,6 +284,15 @@ class GroupAssembly:
             self._lose(group, other.trajectory_id, again)
             drops.append(again)
         self._close_if_dead(group)
+        return drops
+
+    def _beside_pairs(self, steps_done: int, now_ms: int) -> list[Drop]:
+        """Lose the members of whole groups that no pair is made of."""
+        drops: list[Drop] = []
+        for group in [g for g in self._groups.values() if g.is_complete]:
+            for m, why in list(beside_pair(group.members.values())):
+                drop = self.drop(m, "filtered", why, steps_done, now_ms)
+                drops += self._apply(m, drop, steps_done, now_ms)
         return drops
 
     def _finish(self, member: Member) -> None:

@@ -28,6 +28,7 @@ class BatchRules:
         in_number_order: take groups in publication order without gaps (deterministic runs).
         ends_by_steps: the number of steps ends the run, so an Ended makes no short last batch;
             one may be left from before the number was raised.
+        in_pairs: of each group the best- and the worst-rewarded member are trained, in that order.
     """
 
     batch_groups: int
@@ -35,6 +36,7 @@ class BatchRules:
     source_max_staleness: Mapping[str, int | None] = field(default_factory=dict)
     in_number_order: bool = False
     ends_by_steps: bool = False
+    in_pairs: bool = False
 
     def limit(self, sources: Iterable[str]) -> int | None:
         """The staleness allowed for an experience scored by `sources`; None when any is."""

@@ -105,6 +105,7 @@ class OnlineSource:
             except UnusableExperience as error:
                 broken = next(m for m in selected if m.trajectory_id == error.member.trajectory_id)
                 self._drop_unusable(broken, error.why, steps_done)
+                self._drop(self.groups.judge(steps_done, now_ms()))
         return None
 
     def take(self, batch: Batch) -> None:

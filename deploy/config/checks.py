@@ -20,6 +20,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 SELECTORS = ("sequential", "shuffle", "random")
+PREFERENCES = ("dpo", "kto")
 _LATER_SELECTORS = ("offline_easy2hard", "difficulty_based")
 _TOPICS_TO_JOIN = ("trajectories", "rewards")
 
@@ -55,8 +56,11 @@ def tasksets(config: Config) -> tuple[Taskset, ...]:
 
 
 def uses_sft(config: Config) -> bool:
-    """Whether rows of a file are trained on instead of rollouts."""
-    return config.algorithm.algorithm_type in ("sft", "cpt", "dpo")
+    """Whether rows of a file are trained on instead of rollouts; preferences may be of either."""
+    kind = config.algorithm.algorithm_type
+    source = config.buffer.trainer_input.experience_buffer
+    is_file = source is not None and source.storage_type == "file"
+    return kind in ("sft", "cpt") or (kind in PREFERENCES and is_file)
 
 
 def check_secrets(raw: Mapping[str, Any], path: str = "") -> None:
@@ -127,6 +131,8 @@ def _mode(config: Config) -> None:
         )
     if uses_sft(config):
         _sft(config)
+    elif kind in PREFERENCES:
+        _preferences(config)
     if config.mode != "explore" and not config.model.model_path:
         raise ConfigError("model.model_path: empty; name a model folder or a Hugging Face model.")
 
@@ -140,6 +146,22 @@ def _sft(config: Config) -> None:
         )
     if config.buffer.train_batch_size < 1:
         raise ConfigError(f"buffer.train_batch_size: {kind} needs it: rows a step.")
+
+
+def _preferences(config: Config) -> None:
+    """Of groups on the log."""
+    kind, buffer = config.algorithm.algorithm_type, config.buffer
+    if rolls_out(config) and kind == "dpo" and config.algorithm.repeat_times < 2:
+        raise ConfigError(
+            "algorithm.repeat_times: 1 found; dpo compares the rollouts of a task, so at least 2 "
+            "are allowed. For pairs of a file set mode: train and "
+            "buffer.trainer_input.experience_buffer.storage_type: file."
+        )
+    if kind == "kto" and (buffer.train_batch_size or buffer.batch_size) < 2:
+        raise ConfigError(
+            "buffer.batch_size: 1 found; kto measures its baseline on answers to other prompts of "
+            "the batch, so at least 2 tasks are allowed."
+        )
 
 
 def _tasksets(config: Config) -> None:

@@ -226,10 +226,12 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
     yield from _meant_for_others(stage)
     tasks, group = config.buffer.batch_size, config.algorithm.repeat_times
     size = config.buffer.train_batch_size
-    if rolls_out(config) and size and size != tasks * group:
+    taken = 1 if config.algorithm.algorithm_type == "dpo" else group
+    if rolls_out(config) and size and size != tasks * taken:
+        what = "pairs" if taken < group else "experiences"
         yield (
-            f"buffer.batch_size: {tasks} tasks give {tasks * group} experiences, but "
-            f"train_batch_size is {size}; {size // group} groups are published and trained a step."
+            f"buffer.batch_size: {tasks} tasks give {tasks * taken} {what}, but "
+            f"train_batch_size is {size}; {size // taken} groups are published and trained a step."
         )
     if source and source.path and not uses_sft(config):
         yield (

@@ -106,7 +106,7 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
 
 
 def groups_a_step(config: Config) -> int:
-    """Groups that one optimiser step trains on.
+    """Groups that one optimiser step trains on; of each, dpo takes one pair.
 
     Raises:
         ConfigError: train_batch_size is no multiple of the group size.
@@ -114,6 +114,8 @@ def groups_a_step(config: Config) -> int:
     size, group = config.buffer.train_batch_size, config.algorithm.repeat_times
     if not size:
         return config.buffer.batch_size
+    if config.algorithm.algorithm_type == "dpo":
+        return size
     if size % group:
         below, above = size - size % group or group, size - size % group + group
         raise ConfigError(

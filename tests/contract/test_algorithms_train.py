@@ -65,7 +65,7 @@ def test_every_algorithm_of_trinity_is_here():
         sppo rec raft multi_step_grpo gigpo mix mix_chord on_policy_distill jsd sft cpt dpo"""
     assert set(trinity.split()) <= ALGORITHMS.keys()
     assert WAITING == [
-        "gigpo", "jsd", "kto", "mix", "mix_chord", "on_policy_distill", "remax",
+        "gigpo", "jsd", "mix", "mix_chord", "on_policy_distill", "remax",
     ]  # fmt: skip
     assert {"asymre", "cispo", "gspo", "opmd", "rec", "sapo", "sppo", "topr"} <= set(READY)
 
@@ -73,7 +73,7 @@ def test_every_algorithm_of_trinity_is_here():
 def test_a_chosen_function_waits_as_its_algorithm_does(tiny_model_dir: Path):
     with pytest.raises(ConfigError, match="'grpo' with advantage_fn remax waits for the reward"):
         learner(tiny_model_dir, advantage_fn=FunctionSettings("remax"))
-    assert set(SOURCES["policy_loss_fn"]) == {"mix", "mix_chord", "dpo", "kto"}
+    assert set(SOURCES["policy_loss_fn"]) == {"mix", "mix_chord"}
     assert awaited_source(algorithm_type("gigpo"), advantage_fn="grpo") is None
 
 
@@ -91,7 +91,7 @@ def test_what_is_measured_before_the_step_is_the_policy_itself(tiny_model_dir: P
     advantage = FunctionSettings("clipv")
     one = learner(tiny_model_dir, advantage_fn=advantage, max_tokens_per_microbatch=64)
     examples = mixed()
-    found = one._measured(examples)
+    found = one._measured(examples, one.algorithm.measures)
     e = examples[5].sequences[0]
     skipped = sum(x.num_trained_tokens for x in examples[:5])
     ids = torch.from_numpy(e.tokens.astype(np.int64))

@@ -1,4 +1,4 @@
-"""Algorithms that wait for a source train as soon as a batch brings what they read."""
+"""Algorithms that read more than rewards train as soon as a batch brings what they read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_learner import group, learner, mixed, weights_of, with_logprobs
+from tiny_learner import group, learner, mixed, plain_logprobs, weights_of, with_logprobs
 
 from streamrft.consumers.algorithms import catalogue
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.learning.mismatched import mismatched
 from streamrft.consumers.settings import FunctionSettings
+from streamrft.schemas.errors import ConfigError, InvalidEvent
 
 Examples = list[TrainingExample]
 
@@ -87,9 +89,9 @@ DATA: dict[str, Callable[[Examples], Examples]] = {
 }
 
 
-def test_the_table_above_has_all_that_wait_and_dpo_whose_pairs_come_from_files():
+def test_the_table_above_has_all_that_wait_and_those_that_read_preferences():
     waiting = {n for n, kind in catalogue.ALGORITHMS.items() if catalogue.awaited_source(kind)}
-    assert DATA.keys() == waiting | {"dpo"}
+    assert DATA.keys() == waiting | {"dpo", "kto"}
 
 
 def batch(one: Learner, name: str) -> Examples:
@@ -172,3 +174,74 @@ def test_distillation_draws_the_policy_to_its_teacher(tiny_model_dir: Path):
         one.step(taught(), step=step)
     after = means()
     assert after[0] > before[0] + 0.1 and after[1] < before[1] - 0.1
+
+
+@pytest.mark.parametrize("name, loss", [("grpo", "dpo"), ("grpo", "kto"), ("dpo", "sft")])
+def test_a_loss_of_preferences_belongs_to_the_algorithm_of_its_name(name: str, loss: str):
+    with pytest.raises(ConfigError, match=f"{loss!r} found with algorithm_type {name!r}"):
+        catalogue.check_sources(name, policy_loss_fn=loss)
+
+
+def test_kto_takes_its_baseline_from_other_prompts_answers(tiny_model_dir: Path):
+    """The policy likes every answer 1 nat more than its reference: z is that of the answers."""
+    one = learner(tiny_model_dir, algorithm_type="kto", lr=1e-2)
+    examples = with_logprobs(mixed(), one.model)
+    first = one.step(examples, step=1)
+    assert first["actor/kl_to_reference"] == 0.0
+    assert first["actor/pg_loss"] == pytest.approx(0.5, abs=1e-6)
+    others = mismatched(examples)
+    before, after = (
+        [plain_logprobs(model, e.sequences[0]).detach().double().numpy() for e in others]
+        for model in (one._reference, one.model)
+    )
+    masks = [e.sequences[0].is_trained for e in others]
+    sums = [(a - b)[m].sum() for a, b, m in zip(after, before, masks, strict=True)]
+    second = one.step(examples, step=2)
+    z = max(0.0, float(np.mean(sums)))
+    assert z > 0 and second["actor/kl_to_reference"] == pytest.approx(z, rel=1e-3)
+
+
+def test_rollouts_above_the_threshold_are_wanted_and_rows_say_it_themselves(tiny_model_dir: Path):
+    """The wanted become likelier than the others, from whichever side they are named."""
+    examples = group([[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]], (0.3, 0.1))
+    told = [dataclasses.replace(e, preference=p) for e, p in zip(examples, (-1, 1), strict=True)]
+    for batch_of, wanted in ((examples, 0), (told, 1)):
+        loss = FunctionSettings("kto", {"reward_threshold": 0.2})
+        one = learner(tiny_model_dir, algorithm_type="kto", policy_loss_fn=loss)
+        sums = []
+        for step in (1, 2, 3):
+            one.step(batch_of, step=step)
+        for e in examples:
+            s = e.sequences[0]
+            now, then = (plain_logprobs(m, s).detach() for m in (one.model, one._reference))
+            sums.append(float((now - then)[2:].sum()))
+        assert sums[wanted] > 0 > sums[1 - wanted]
+
+
+def test_mismatched_answers_follow_prompts_of_other_groups():
+    groups = [group([[0, 0, 1, 1]] * 2, (0.0, 1.0), seed=n) for n in range(3)]
+    examples = [e for g in groups for e in g]
+    made = mismatched(examples, max_tokens=3)
+    assert [e.group_id for e in made] == [e.group_id for e in examples]
+    for i, e in enumerate(made):
+        (s,), other = e.sequences, examples[i - 2].sequences[0]
+        asked = examples[i].sequences[0]
+        assert s.tokens.tolist() == [*asked.tokens[:2], other.tokens[2]]
+        assert s.loss_mask.tolist() == [0, 0, 1] and s.temperature == other.temperature
+    assert mismatched(groups[0]) == []
+
+
+def test_a_pair_with_a_side_that_is_no_number_is_left_out_as_a_whole(tiny_model_dir: Path):
+    one = learner(tiny_model_dir, algorithm_type="dpo")
+    pairs = group([[0, 0, 1, 1]] * 4, (0.0, math.nan, 1.0, 0.0))
+    metrics = one.step(pairs, step=1)
+    assert metrics["sample/unusable"] == 2.0 and metrics["actor/skipped_updates"] == 0.0
+    assert metrics["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_rollout_of_several_sequences_is_no_side_of_a_pair(tiny_model_dir: Path):
+    one = learner(tiny_model_dir, algorithm_type="dpo")
+    (example,) = group([[0, 0, 1, 1]], (1.0,))
+    one.check(example)
+    with pytest.raises(InvalidEvent, match="2 sequences; a side of a pair is one"):
+        one.check(dataclasses.replace(example, sequences=example.sequences * 2))

@@ -260,7 +260,7 @@ on_policy_distill   on_policy_distill  ppo        none  none     8
 jsd                 jsd                ppo        none  none     8
 sft                 -                  sft        none  none     1
 cpt                 -                  sft        none  none     1
-dpo                 -                  dpo        k2    default  1
+dpo                 -                  dpo        k2    default  2
 """
 
 
@@ -317,9 +317,9 @@ def test_the_page_says_what_an_algorithm_is_made_of(name: str):
     (cells,) = [c for c in split if len(c) == 9 and f"`{name}`" in c[1]]
     kind, made = ALGORITHMS[name], algorithm(name)
     group, advantage, loss, kl, average, waits = (c.strip() for c in cells[2:8])
-    assert group == ("-" if kind.schema != "experience" else str(kind.repeat_times))
+    assert group == ("-" if kind.schema in ("sft", "cpt") else str(kind.repeat_times))
     assert (kind.advantage_fn or "-") in advantage or advantage == "by name"
     assert kind.policy_loss_fn in loss
     assert kl == kind.kl_loss_fn
-    assert made.aggregation.__name__.replace("_", "-") in average or kind.schema == "dpo"
+    assert made.aggregation.__name__.replace("_", "-") in average or kind.schema in ("dpo", "kto")
     assert (waits != "") == (awaited_source(kind) is not None)

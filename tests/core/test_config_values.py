@@ -158,9 +158,8 @@ def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
         ({"algorithm_type": "on_policy_distill"}, "a teacher's log-probs"),
         ({"algorithm_type": "jsd"}, "a teacher's log-probs"),
         ({"algorithm_type": "gigpo"}, "states of the environment"),
-        ({"algorithm_type": "kto"}, "preferences of rollouts"),
         ({"advantage_fn": "remax"}, "the reward of a greedy rollout"),
-        ({"policy_loss_fn": "dpo"}, "preferences of rollouts"),
+        ({"policy_loss_fn": "mix"}, "expert rows mixed into the batch"),
     ],
 )
 def test_what_waits_for_a_source_says_so_at_load(
@@ -185,6 +184,21 @@ def test_dpo_takes_pairs_of_a_file(tmp_path: Path) -> None:
     assert trainer.sft.prompt_type == "messages" and trainer.train_batch_size == 4
     with pytest.raises(ConfigError, match="mode: both with algorithm_type dpo.*mode: train"):
         planned(tmp_path, {**changes, "mode": "both"})
+
+
+def test_preferences_without_a_file_come_from_the_log(tmp_path: Path) -> None:
+    for kind, groups in (("dpo", 6), ("kto", 3)):
+        algorithm = {"algorithm_type": kind, "repeat_times": 2}
+        buffer = {"train_batch_size": 6}
+        stage = planned(tmp_path, {"algorithm": algorithm, "buffer": buffer}).stage(None)
+        assert stage.trainer and stage.scheduler and stage.trainer.sft is None
+        assert (stage.trainer.batch_groups, stage.scheduler.batch_size) == (groups, groups)
+    for changes, match in (
+        ({"algorithm": {"algorithm_type": "dpo", "repeat_times": 1}}, "repeat_times: 1 found; dpo"),
+        ({"algorithm": {"algorithm_type": "kto"}, "buffer": {"batch_size": 1}}, "at least 2 tasks"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            planned(tmp_path, changes)
 
 
 def test_keys_of_another_algorithm_are_named(tmp_path: Path) -> None:

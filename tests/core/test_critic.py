@@ -65,9 +65,9 @@ def test_a_value_sees_what_stands_before_its_token_and_nothing_after(tiny_model_
     one = ppo(tiny_model_dir)
     examples = group([[0, 0, 1, 1, 1]], (1.0,))
     one.step(with_logprobs(examples, one.model), step=1)
-    before = one._measured(examples)["values"]
+    before = one._measured(examples, one.algorithm.measures)["values"]
     examples[0].sequences[0].tokens[3] += 1
-    after = one._measured(examples)["values"]
+    after = one._measured(examples, one.algorithm.measures)["values"]
     np.testing.assert_allclose(after[:2], before[:2], atol=1e-6)
     assert abs(after[2] - before[2]) > 1e-5
 

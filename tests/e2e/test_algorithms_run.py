@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from small_run import SmallRun
 
 from streamrft.schemas import events as ev
@@ -93,3 +94,29 @@ def test_a_trainer_of_two_ranks_loses_one_and_reaches_its_goal(
     losses = [m["actor/pg_loss"] for m in metrics_of(run)]
     assert len(losses) == 40 and losses[-1] < 0.8 * losses[0]
     assert not run.children("rank-1")
+
+
+PREFERRED = {"algorithm_type": "dpo", "kl_loss_fn": None}
+
+
+def test_a_killed_run_trains_pairs_of_its_own_rollouts_and_the_ledger_balances(
+    small_run: Callable[..., SmallRun], tmp_path: Path
+) -> None:
+    run = small_run({"algorithm": PREFERRED}, steps=2)
+    run.finish(STREAMRFT_KILL_AT=f"trainer.cut_published@2={tmp_path / 'killed'}")
+    assert (tmp_path / "killed").exists()
+    run.check_whole()
+    rewards = {e.trajectory_id: e.reward for e in run.events("experiences", ev.Experience)}
+    for cut in run.cuts():
+        ids = [m.trajectory_id for m in cut.members]
+        assert len(ids) == 2 * 4
+        for wanted, other in zip(ids[0::2], ids[1::2], strict=True):
+            assert ev.group_of(wanted) == ev.group_of(other)
+            assert (rewards[wanted], rewards[other]) == (1.0, 0.0)
+    drops = [d for d in run.events("drops", ev.Drop) if d.where == "trainer"]
+    assert {d.reason for d in drops} == {"filtered"}
+    assert any("is in no pair" in d.detail for d in drops)
+    assert any("every reward of the group is" in d.detail for d in drops)
+    first, last = metrics_of(run)
+    assert first["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["actor/reward_margin"] != 0.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -91,16 +93,19 @@ class KtoLoss:
 
     Args:
         desirable_weight: w of wanted sequences; undesirable_weight: of the others.
+        reward_threshold: rollouts with a reward above it are wanted; rows say it themselves.
 
-    Source: KTO, arXiv:2402.01306.
+    Source: KTO, arXiv:2402.01306, section 4.
     """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    reward_threshold: float = 0.5
     is_zero_without_advantage = False
     is_sequence_level = True
     needs_reference = True
+    needs_kl_baseline = True
     loss_agg_mode = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
@@ -120,9 +125,9 @@ class KtoLoss:
         return weight * (1 - signed.sigmoid())
 
 
-def kto_baseline(mismatched: Tensor) -> float:
-    """KTO's z, max(0, mean): [M] sums of logp - ref_logp of answers to other prompts."""
-    return max(0.0, float(mismatched.mean()))
+def kto_baseline(mismatched: npt.NDArray[np.floating]) -> float:
+    """KTO's z, max(0, mean): [M] sums of logp - ref_logp of answers to other prompts; of none 0."""
+    return max(0.0, float(mismatched.mean())) if len(mismatched) else 0.0
 
 
 def _log_ratios(tokens: Tokens) -> Tensor:

@@ -1,0 +1,72 @@
+"""A trainer alone on what lies on the log: pairs and verdicts of rewarded groups, also resumed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from training_feed import Feed, ended, group, trained_ids
+
+from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings, OptimizerSettings
+from streamrft.schemas import events as ev
+
+FAST = OptimizerSettings(lr=1e-3)
+
+
+@pytest.fixture
+def feed_at(tmp_path: Path, tiny_model_dir: Path):
+    made: list[Feed] = []
+
+    def make(name: str, **algorithm) -> Feed:
+        (tmp_path / name).mkdir()
+        settings = {"algorithm": AlgorithmSettings(optimizer=FAST, **algorithm)}
+        made.append(Feed(tmp_path / name, tiny_model_dir, settings))
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+
+
+def write_six(feed: Feed) -> None:
+    """Six groups of two; the members of group 2 have the same reward."""
+    for number in range(6):
+        feed.write(*group(number, **({"reward": 0.5} if number == 2 else {})))
+    feed.write(ended(6), topic="tasks")
+
+
+def metrics(feed: Feed) -> list[dict[str, float]]:
+    return [dict(s.metrics) for s in feed.read("train_steps", ev.TrainStep)]
+
+
+@pytest.mark.parametrize("kill_at", ["trainer.cut_published@2", "trainer.step_done@1"])
+def test_pairs_of_a_cut_are_trained_again_with_the_same_weights(feed_at, kill_at: str):
+    quiet, killed = feed_at("quiet", algorithm_type="dpo"), feed_at("killed", algorithm_type="dpo")
+    for feed in (quiet, killed):
+        write_six(feed)
+    assert quiet.train() == 0
+    assert killed.train(kill_at=kill_at) == -9
+    assert killed.train() == 0
+    assert killed.digests == quiet.digests
+    assert trained_ids(killed.cuts) == trained_ids(quiet.cuts) and len(quiet.cuts) == 3
+    for feed in (quiet, killed):
+        drops = feed.read("drops", ev.Drop)
+        assert sorted(d.trajectory_id for d in drops) == ["rows.2:0:a", "rows.2:1:a"]
+        assert {(d.reason, d.detail) for d in drops} == {
+            ("filtered", "no pair: every reward of the group is 0.5")
+        }
+    first, *_, last = metrics(quiet)
+    assert first["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["actor/reward_margin"] != 0.0
+
+
+def test_rewards_above_the_threshold_are_wanted_and_all_are_trained(feed_at):
+    loss = FunctionSettings("kto", {"reward_threshold": 0.4, "undesirable_weight": 3.0})
+    feed = feed_at("kto", algorithm_type="kto", policy_loss_fn=loss)
+    write_six(feed)
+    assert feed.train() == 0
+    assert len(trained_ids(feed.cuts)) == 12 and not feed.read("drops", ev.Drop)
+    # at the reference every sequence's loss is half its weight: of group 2 both are wanted
+    assert [m["actor/pg_loss"] for m in metrics(feed)][0] == pytest.approx((1 + 3) / 4, abs=1e-5)
+    assert all(m["actor/kl_to_reference"] >= 0 for m in metrics(feed))
