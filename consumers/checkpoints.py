@@ -38,6 +38,7 @@ class CheckpointFailed(StreamrftError):
     """A checkpoint could not be written now; training may go on and try again later."""
 
     retriable = True
+    exit_code = 5
 
 
 class CheckpointBroken(StreamrftError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import LogUnavailable, Timeout
-from ..schemas.events import Checkpoint, now_ms
+from ..schemas.events import Checkpoint, SaveFailed, now_ms
 from ..streams import faults
 from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
@@ -47,8 +47,9 @@ class _Due:
 
 @dataclass
 class _Owed:
-    """A save that failed and is tried again."""
+    """A save of a step that failed and is tried again."""
 
+    step: int
     is_full: bool
     why: str
     next_try: float
@@ -76,15 +77,23 @@ class Saver:
     _last_full: float = field(default_factory=time.monotonic)
 
     def after_step(self, step: int, *, is_last: bool) -> None:
-        """Save what this step asks for; a failure is logged and owed, but not at the last step."""
+        """Save what this step asks for; a failure is owed, but at the first and last step.
+
+        Raises:
+            CheckpointFailed: that of step 0, or of the last, could not be written in time.
+        """
         self.settle()
         if step in self.announced:
             self._stand_by(self.announced[step])
         if self._due(step, is_last) is None or not self._land():
             return
         # what was landed may have failed, and is owed by this save
-        if (due := self._due(step, is_last)) is not None:
-            self._try(step, due, must=is_last or step == 0)
+        if (due := self._due(step, is_last)) is None:
+            return
+        if is_last or step == 0:
+            self._insist(step, due)
+        else:
+            self._try(step, due)
 
     def go_on_from(self, saved: Saved) -> None:
         """Announce again what training goes on from: a kill may have come before the first time."""
@@ -100,7 +109,7 @@ class Saver:
         try:
             saved = done.result()
         except CheckpointFailed as error:
-            self._owe(error, is_full=True)
+            self._owe(done.step, error, is_full=True)
             return
         self._owed = None
         self._publish(done.step, saved, done.position)
@@ -110,19 +119,19 @@ class Saver:
         self.settle()
         owed = self._owed
         if owed and self._writing is None and time.monotonic() >= owed.next_try:
-            self._try(step, _Due(owed.is_full), must=False)
+            self._try(step, _Due(owed.is_full))
         return f"the storage of checkpoints: {self._owed.why}" if self._owed else None
 
     def finish(self, step: int) -> None:
-        """The last full checkpoint. Raises CheckpointFailed when it cannot be written."""
+        """The last full checkpoint. Raises CheckpointFailed when it cannot be written in time."""
         self._land()
         if not self._is_full(step) or self._owed is not None:
-            self._try(step, _Due(True), must=True)
+            self._insist(step, _Due(True))
 
     def shorten_resume(self, step: int) -> None:
         """A full checkpoint before an early end, if steps were done since the last one."""
         if self._land() and not self._is_full(step):
-            self._try(step, _Due(True, is_rolling=True), must=False, waits=True)
+            self._try(step, _Due(True, is_rolling=True), waits=True)
 
     def stands(self, step: int, digest: str) -> bool:
         """Whether `digest` may be announced for the version."""
@@ -174,21 +183,57 @@ class Saver:
     def _is_served(self, step: int) -> bool:
         return self.settings.sft is None and step % self.settings.sync_interval == 0
 
-    def _try(self, step: int, due: _Due, *, must: bool, waits: bool = False) -> None:
+    def _try(self, step: int, due: _Due, *, waits: bool = False) -> None:
         try:
-            if due.is_full and self.settings.async_save and not (must or waits):
+            if due.is_full and self.settings.async_save and not waits:
                 self._begin(step, is_rolling=due.is_rolling)
             else:
                 self._save(step, due)
                 self._owed = None
         except CheckpointFailed as error:
-            if must:
-                raise
-            self._owe(error, is_full=due.is_full)
+            self._owe(step, error, is_full=due.is_full)
 
-    def _owe(self, error: CheckpointFailed, *, is_full: bool) -> None:
-        logger.error("%s; training goes on, the next save tries again", error)
-        self._owed = _Owed(is_full, str(error), time.monotonic() + RETRY_S)
+    def _insist(self, step: int, due: _Due) -> None:
+        """Save while training waits, again and again; what it waits for is said meanwhile.
+
+        Raises:
+            CheckpointFailed: not within max_read_timeout, or soon after the process shall stop.
+        """
+        began, limit_s = time.monotonic(), self.settings.max_read_timeout_ms / 1000
+        while True:
+            self._try(step, due, waits=True)
+            if self._owed is None:
+                return
+            with self.keeper.waiting():
+                while time.monotonic() < self._owed.next_try:
+                    waited_s = time.monotonic() - began
+                    if waited_s > (STOP_S if self.keeper.is_stopping else limit_s):
+                        raise CheckpointFailed(
+                            f"step {step} is not saved after {waited_s:.0f} s: {self._owed.why}. "
+                            "Make room or bring the storage back, and start the trainer again: it "
+                            "trains the steps since its last full checkpoint from their cuts."
+                        )
+                    self.keeper.say(f"the storage of checkpoints: {self._owed.why}")
+                    self.learner.check_ranks()
+                    time.sleep(_POLL_S)
+
+    def _owe(self, step: int, error: CheckpointFailed, *, is_full: bool) -> None:
+        """Try again later; the log is told once for each save that fails."""
+        before = self._owed
+        self._owed = _Owed(step, is_full, str(error), time.monotonic() + RETRY_S)
+        if before is not None and (before.step, before.is_full) == (step, is_full):
+            return
+        logger.error("%s; it is tried again", error)
+        event = SaveFailed(
+            branch=self.store.branch,
+            step=step,
+            kind="full" if is_full else "weights",
+            uri=self.store.folders.uri,
+            reason=str(error),
+            epoch=self.announcer.epoch,
+            produced_at=now_ms(),
+        )
+        self.announcer.publish("checkpoints", event)
 
     def _save(self, step: int, due: _Due) -> Saved:
         """Write and announce while training waits."""

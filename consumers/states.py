@@ -31,13 +31,20 @@ class States:
 
     def write(self, folder: Path) -> None:
         """Fill the folder `actor/`; both files load with weights_only=True. Raises OSError."""
-        import torch
+        write_tensors(self.optimizer, folder / OPTIMIZER_FILE)
+        write_tensors({"rng": self.rng}, folder / EXTRA_FILE)
 
-        try:
-            torch.save(self.optimizer, folder / OPTIMIZER_FILE)
-            torch.save({"rng": self.rng}, folder / EXTRA_FILE)
-        except RuntimeError as error:  # torch's own file writer says so when the disk is full
-            raise OSError(f"{folder}: {error}") from error
+
+def write_tensors(values: Any, path: Path) -> None:
+    """torch.save that raises OSError, with the system's reason, when the disk is full."""
+    import torch
+
+    try:
+        with path.open("wb") as file:
+            torch.save(values, file)
+    except RuntimeError as error:  # torch's writer trips over what it could not write
+        why = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"{path}: {why}") from error
 
 
 def copied(value: Any) -> Any:

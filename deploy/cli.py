@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from .. import __version__
-from ..schemas.errors import ConfigError, StreamrftError
+from ..schemas.errors import StreamrftError
 
 USAGE_ERROR = 2
 _ROLES = {
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         print(f"streamrft {args.command}: {error}", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else 1
+        return error.exit_code
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:

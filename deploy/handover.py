@@ -48,6 +48,19 @@ def newest_full(log: Log, topics: Topics) -> ev.Checkpoint | None:
     return max(found, key=lambda c: c.step, default=None)
 
 
+def failed_save(log: Log, topics: Topics) -> ev.SaveFailed | None:
+    """The save that failed last, unless one of its kind and branch worked at its step or later."""
+    failed: ev.SaveFailed | None = None
+    for event in read_events(log, topics, "checkpoints"):
+        if isinstance(event, ev.SaveFailed):
+            failed = event
+        elif isinstance(event, ev.Branch):
+            failed = None
+        elif failed and isinstance(event, ev.Checkpoint) and event.step >= failed.step:
+            failed = None if event.kind == "full" or failed.kind == "weights" else failed
+    return failed
+
+
 def is_kept(checkpoint: ev.Checkpoint) -> bool:
     """Whether its folder is still there, whole. Raises StorageUnavailable: nobody can tell now."""
     try:

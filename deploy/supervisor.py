@@ -1,6 +1,7 @@
 """Every role of one run on this machine: started, restarted, ended in order, judged by the log.
 
-Exit code 0 means that the log holds the goal: every stage's last step and its full checkpoint.
+Exit code 0 means that the log holds the goal: every stage's last step and its full checkpoint; 5
+that the trainer could not save for too long.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket
 import time
 from typing import Protocol
 
+from ..consumers.checkpoints import CheckpointFailed
 from ..schemas.errors import ConfigError, Fenced, LogError, LogUnavailable, StreamrftError, Timeout
 from ..streams import faults
 from ..streams.log import Lease, Log
@@ -66,6 +68,12 @@ class GaveUp(StreamrftError):
     """A process fails again and again, or the stage ended without its goal."""
 
 
+class NotSaved(GaveUp):
+    """The trainer could not save within its time."""
+
+    exit_code = CheckpointFailed.exit_code
+
+
 def supervise(run: Run, screen: Screen, *, only_stage: str | None = None) -> int:
     """Run all stages (or one) to their goals and return the exit code.
 
@@ -109,7 +117,7 @@ class _Supervisor:
         except (GaveUp, Fenced) as error:
             self._screen.say(f"failed: {error}")
             self._stop_children()
-            return 1
+            return error.exit_code
         finally:
             kill_all(self._children)
             self._leave()
@@ -221,6 +229,8 @@ class _Supervisor:
             self._steps_seen = steps
             for other in self._children:
                 other.failures.clear()
+        if code == NotSaved.exit_code:
+            raise NotSaved(_last_words(child, code))
         if code == 2 or not child.restart_later(code):
             raise GaveUp(_last_words(child, code))
         wait_s = max(0.0, child.start_at - time.monotonic())

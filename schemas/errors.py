@@ -7,9 +7,13 @@ from __future__ import annotations
 
 
 class StreamrftError(Exception):
-    """Root of the errors of this package. `retriable`: the same call may succeed later."""
+    """Root of the errors of this package. `retriable`: the same call may succeed later.
+
+    `exit_code` is what a command ends with.
+    """
 
     retriable = False
+    exit_code = 1
 
 
 class InvalidEvent(StreamrftError, ValueError):
@@ -37,6 +41,8 @@ class EventTooLarge(StreamrftError, ValueError):
 
 class ConfigError(StreamrftError, ValueError):
     """The configuration cannot be run; the message names the key and the mend."""
+
+    exit_code = 2
 
 
 class MissingExtra(StreamrftError, ImportError):

@@ -278,6 +278,18 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     produced_at: Long
 
 
+class SaveFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint could not be saved; training goes on and the save is tried again."""
+
+    branch: str
+    step: Long
+    kind: Literal["full", "weights"]
+    uri: str
+    reason: str
+    epoch: Long
+    produced_at: Long
+
+
 class Branch(Event, frozen=True, kw_only=True):
     """A fork: training goes on from a step of the parent."""
 
@@ -344,6 +356,7 @@ EVENTS: tuple[type[Event], ...] = (
     Cut,
     TrainStep,
     Checkpoint,
+    SaveFailed,
     Branch,
     Evaluation,
     Heartbeat,

@@ -39,7 +39,7 @@ CATALOGUE: dict[str, Topic] = {
         Topic("clock", "partition", (ev.Clock,)),
         Topic("drops", "group_id", (ev.Drop,)),
         Topic("train_steps", "branch/step", (ev.Cut, ev.TrainStep), 1),
-        Topic("checkpoints", "branch/step", (ev.Checkpoint, ev.Branch), 1),
+        Topic("checkpoints", "branch/step", (ev.Checkpoint, ev.SaveFailed, ev.Branch), 1),
         Topic("evaluations", "taskset", (ev.Evaluation,), 1),
         Topic("heartbeats", "process", (ev.Heartbeat,), 1, "hours"),
         Topic("dead_letters", "topic", (ev.DeadLetter, ev.Replay), 1),

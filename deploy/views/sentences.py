@@ -84,6 +84,10 @@ def _checkpoint(c: ev.Checkpoint) -> str:
     return f"{c.kind} checkpoint of {_step(c.branch, c.step)}  {c.uri}  sha256 {c.digest[:12]}"
 
 
+def _save_failed(f: ev.SaveFailed) -> str:
+    return f"{f.kind} checkpoint of {_step(f.branch, f.step)} is not saved: {_cut(f.reason)}"
+
+
 def _branch(b: ev.Branch) -> str:
     return f"branch {b.branch} begins at {_step(b.parent, b.step)}"
 
@@ -125,6 +129,7 @@ _SENTENCES: dict[type[ev.Event], Callable[..., str]] = {
     ev.Cut: _cut_of,
     ev.TrainStep: _train_step,
     ev.Checkpoint: _checkpoint,
+    ev.SaveFailed: _save_failed,
     ev.Branch: _branch,
     ev.Evaluation: _evaluation,
     ev.Heartbeat: _heartbeat,

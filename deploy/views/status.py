@@ -17,7 +17,7 @@ from ...schemas.events import now_ms
 from ...streams.log import Log
 from ...streams.reading import read_events
 from ..goal import judge
-from ..handover import newest_full
+from ..handover import failed_save, newest_full
 from ..plan import Stage
 from .count import Counting
 from .ledger import TRAINED, Balance
@@ -41,6 +41,7 @@ class Status:
     step: int
     reward: float | None
     saved: ev.Checkpoint | None
+    unsaved: ev.SaveFailed | None
     missing: str
     processes: tuple[ev.Heartbeat, ...]
     now_ms: int
@@ -59,6 +60,7 @@ class Status:
             "total_steps": self.stage.trainer.total_steps if self.stage.trainer else None,
             "reward_mean": self.reward,
             "checkpoint": {"step": self.saved.step, "uri": self.saved.uri} if self.saved else None,
+            "save_failed": _failed(self.unsaved) if self.unsaved else None,
             "produced": balance.produced,
             "states": dict(balance.states),
             "pending": {"total": balance.pending.total, **asdict(balance.pending)},
@@ -124,6 +126,7 @@ def status_of(log: Log, stage: Stage, *, anew: bool = False) -> Status:
         last.step if last else 0,
         last.metrics.get("reward/mean") if last else None,
         newest_full(log, stage.topics),
+        failed_save(log, stage.topics),
         judge(log, stage).missing,
         tuple(sorted(beats.values(), key=lambda b: b.process)),
         now_ms(),
@@ -149,7 +152,12 @@ def sum_line(balance: Balance) -> str:
     return f"{told}{pending} pending" + (f" + {forgotten} deleted" if forgotten else "")
 
 
+def _failed(event: ev.SaveFailed) -> dict[str, Any]:
+    return {"step": event.step, "kind": event.kind, "uri": event.uri, "reason": event.reason}
+
+
 def _show(console: Console, status: Status) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     balance, stage = status.balance, status.stage
@@ -165,6 +173,10 @@ def _show(console: Console, status: Status) -> None:
         grid.add_row("reward", f"{status.reward:.4g} at the last step")
     if status.saved:
         grid.add_row("checkpoint", f"step {status.saved.step}, {status.saved.uri}")
+    if (failed := status.unsaved) is not None:
+        since = _ago((status.now_ms - failed.produced_at) / 1000)
+        told = f"{failed.kind} of step {failed.step} since {since}: {escape(failed.reason)}"
+        grid.add_row("not saved", f"[bold red]{told}[/]")
     if stage.streams is not None:
         _add_counts(grid, status)
     console.print(grid)

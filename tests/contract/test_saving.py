@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import runpy
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from streamrft.consumers.lease import LeaseKeeper
 from streamrft.consumers.peers import Peers
 from streamrft.consumers.saving import Saver
 from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
-from streamrft.consumers.states import States
+from streamrft.consumers.states import OPTIMIZER_FILE, States
+from streamrft.deploy.handover import failed_save
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import Fenced
 from streamrft.streams.process import Process
 
 NUM_GROUPS = 6
+BUILD = Path(__file__).parents[2] / "examples" / "quickstart" / "build.py"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,28 @@ def quiet(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Fee
     feed = Feed(tmp_path_factory.mktemp("quiet"), tiny_model_dir, {"save_interval": 1})
     finish(feed, 0)
     return feed
+
+
+@pytest.fixture(scope="module")
+def larger_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose files are larger than the log is, so that a limit stops them alone."""
+    folder = tmp_path_factory.mktemp("larger") / "model"
+    runpy.run_path(str(BUILD))["save_model"](folder, seed=0, hidden=256, heads=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory, larger_model_dir: Path) -> Feed:
+    """As `quiet`, with the larger model."""
+    folder = tmp_path_factory.mktemp("larger-quiet")
+    feed = Feed(folder, larger_model_dir, {"save_interval": 1})
+    finish(feed, 0)
+    return feed
+
+
+def limit_files(running: Any, size: int = resource.RLIM_INFINITY) -> None:
+    """No file of a process may become larger from now on: a disk that is full."""
+    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def finish(feed: Feed, first: int) -> None:
@@ -122,24 +147,27 @@ def test_save_is_not_done_before_its_thread_is():
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["synchronous", "asynchronous"])
 def test_full_disk_is_said_and_training_goes_on(
-    async_save: bool, quiet: Feed, tmp_path: Path, tiny_model_dir: Path
+    async_save: bool, larger: Feed, tmp_path: Path, larger_model_dir: Path
 ):
-    feed = Feed(tmp_path, tiny_model_dir, {"save_interval": 1, "async_save": async_save})
+    feed = Feed(tmp_path, larger_model_dir, {"save_interval": 1, "async_save": async_save})
     running = feed.start()
     try:
         until(lambda: 0 in full_steps(feed), "step 0")
-        states = saved_files_size(quiet)
         # the optimiser's file does not fit any more; weights and the log do
-        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (states - 1, resource.RLIM_INFINITY))
+        limit_files(running, size_of(larger, OPTIMIZER_FILE) - 1)
         feed.write_groups(range(4))
         until(lambda: len(feed.read("train_steps", ev.TrainStep)) == 2, "two steps")
-        until(lambda: "training goes on" in feed.said, "the reason")
+        until(lambda: len(failures(feed)) > 1, "the reasons")
         assert full_steps(feed) == [0]
-        assert "global_step_1 is not written" in feed.said
+        # once for each step, however often it is tried
+        assert [(f.step, f.kind) for f in failures(feed)] == [(1, "full"), (2, "full")]
+        assert all("File too large" in f.reason for f in failures(feed)), failures(feed)
+        assert failed_save(feed.log, TOPICS) == failures(feed)[-1]
         beats = lambda: [b.waiting_for for b in feed.read("heartbeats", ev.Heartbeat)]  # noqa: E731
         until(lambda: any("storage of checkpoints" in b for b in beats()), "a heartbeat of it")
-        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        limit_files(running)
         until(lambda: 2 in full_steps(feed), "the owed save")
+        assert failed_save(feed.log, TOPICS) is None
         feed.write_groups(range(4, NUM_GROUPS))
         feed.write(ended(NUM_GROUPS), topic="tasks")
         running.join(30)
@@ -147,17 +175,75 @@ def test_full_disk_is_said_and_training_goes_on(
     finally:
         running.kill()
         running.join()
-    assert trained_ids(feed.cuts) == trained_ids(quiet.cuts)
+    assert trained_ids(feed.cuts) == trained_ids(larger.cuts)
     # a version that was never whole is not announced; the others are those of a quiet run
     assert {("main", 0), ("main", 2), ("main", 3)} <= feed.digests.keys()
-    assert feed.digests.items() <= quiet.digests.items()
+    assert feed.digests.items() <= larger.digests.items()
     assert not list((feed.folder / "checkpoints").glob("*.tmp"))
 
 
-def saved_files_size(feed: Feed) -> int:
-    """Bytes of the optimiser's file after a step."""
-    folder = feed.folder / "checkpoints" / "global_step_1" / "actor"
-    return (folder / "optim_world_size_1_rank_0.pt").stat().st_size
+def failures(feed: Feed) -> list[ev.SaveFailed]:
+    return feed.read("checkpoints", ev.SaveFailed)
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["in time", "too late"])
+def test_last_save_is_tried_until_its_time_is_over(
+    is_mended: bool,
+    larger: Feed,
+    tmp_path: Path,
+    larger_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    feed = Feed(tmp_path, larger_model_dir, {"max_read_timeout_ms": 20_000 if is_mended else 2_000})
+    running = feed.start()
+    try:
+        until(lambda: 0 in full_steps(feed), "step 0")
+        limit_files(running, size_of(larger, OPTIMIZER_FILE) - 1)
+        feed.write_groups(range(NUM_GROUPS))
+        feed.write(ended(NUM_GROUPS), topic="tasks")
+        until(lambda: failures(feed), "the reason")
+        until(lambda: "storage of checkpoints" in last_word(feed), "a heartbeat of it")
+        if is_mended:
+            limit_files(running)
+        running.join(30)
+        assert running.exitcode == (0 if is_mended else 1), feed.said
+    finally:
+        running.kill()
+        running.join()
+    assert full_steps(feed) == ([0, 3] if is_mended else [0])
+    assert ("CheckpointFailed: step 3 is not saved after 2 s" in feed.said) is not is_mended
+    assert feed.train() == 0, "it goes on from the cuts"
+    assert feed.digests.items() <= larger.digests.items() and full_steps(feed) == [0, 3]
+
+
+def last_word(feed: Feed) -> str:
+    return feed.read("heartbeats", ev.Heartbeat)[-1].waiting_for
+
+
+def test_weights_that_explorers_wait_for_are_published_when_the_disk_has_room(
+    larger: Feed, tmp_path: Path, larger_model_dir: Path
+):
+    feed = Feed(tmp_path, larger_model_dir)
+    running = feed.start()
+    try:
+        until(lambda: 0 in full_steps(feed), "step 0")
+        limit_files(running, size_of(larger, "huggingface/model.safetensors") - 1)
+        feed.write_groups(range(2))
+        until(lambda: failures(feed), "the reason")
+        assert [(f.step, f.kind) for f in failures(feed)] == [(1, "weights")]
+        until(lambda: "storage of checkpoints" in last_word(feed), "a heartbeat of it")
+        limit_files(running)
+        until(lambda: ("main", 1) in feed.digests, "the weights, though no step came since")
+        assert failed_save(feed.log, TOPICS) is None
+        assert feed.digests.items() <= larger.digests.items()
+    finally:
+        running.kill()
+        running.join()
+
+
+def size_of(feed: Feed, name: str) -> int:
+    """Bytes of a file of step 1."""
+    return (feed.folder / "checkpoints" / "global_step_1" / "actor" / name).stat().st_size
 
 
 def test_checkpoint_that_an_explorer_loads_is_not_deleted(tmp_path: Path, tiny_model_dir: Path):
@@ -240,11 +326,22 @@ class Keeper:
         return nullcontext()
 
 
+@dataclass
+class Announcements:
+    """An announcer that keeps what it is told."""
+
+    epoch: int = 1
+    events: list[ev.Event] = field(default_factory=list)
+
+    def publish(self, topic: str, event: ev.Event) -> None:
+        self.events.append(event)
+
+
 def saver_that_writes(folder: Path, keeper: Keeper, until_set: threading.Event, error: Exception):
     """A saver whose save of step 3 is in the background until told, and fails then."""
     store = CheckpointStore(str(folder / "checkpoints"), "main")
     settings = TrainerSettings("model", "checkpoints", AlgorithmSettings(), save_interval=3)
-    parts: list[Any] = [None, keeper, None, None]
+    parts: list[Any] = [Announcements(), keeper, None, None]
     saver = Saver(settings, store, *parts, announced={})
 
     def write():
@@ -272,6 +369,8 @@ def test_failed_save_is_owed_and_named_by_who_waits(tmp_path: Path):
     gate.set()
     until(lambda: saver._writing and saver._writing.is_done, "the thread")
     assert saver.retry(3) == "the storage of checkpoints: no space left"
+    (event,) = saver.announcer.events  # type: ignore[attr-defined]
+    assert (event.step, event.kind, event.reason) == (3, "full", "no space left")
 
 
 def test_stop_does_not_wait_long_for_a_store_that_hangs(

@@ -47,6 +47,7 @@ HONEST = {
     },
     "Reward": {"trajectory_id": "g.1:0:a"},
     "Checkpoint": {"kind": "full"},
+    "SaveFailed": {"kind": "full"},
     "Heartbeat": {"state": "alive"},
     "Drop": {"reason": "stale"},
 }

@@ -120,3 +120,27 @@ def test_a_killed_run_trains_pairs_of_its_own_rollouts_and_the_ledger_balances(
     first, last = metrics_of(run)
     assert first["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["actor/reward_margin"] != 0.0
+
+
+def test_a_run_that_cannot_save_says_so_by_its_exit_code_and_in_status(
+    small_run: Callable[..., SmallRun], tmp_path: Path
+) -> None:
+    texts, gone = tmp_path / "texts.jsonl", tmp_path / "not-mounted"
+    texts.write_text(json.dumps({"text": "2+2=4"}) + "\n")
+    gone.write_text("a file where a disk should be")
+    form, limit = {"prompt_key": "text"}, {"max_read_timeout": 1}
+    rows = {"storage_type": "file", "path": str(texts), "format": form, **limit}
+    buffer = {"train_batch_size": 1, "trainer_input": {"experience_buffer": rows}}
+    algorithm = {"algorithm_type": "cpt", "kl_loss_fn": None}
+    config = {"mode": "train", "algorithm": algorithm, "buffer": buffer}
+    run = small_run({**config, "storage": {"uri": str(gone)}}, steps=2)
+    assert run.start().wait(60) == 5, run.output()
+    assert "step 0 is not saved after 1 s" in run.output()
+    status = json.loads(run.tool("status", "--json").stdout)
+    failed = status["save_failed"]
+    assert (failed["step"], failed["kind"]) == (0, "full") and str(gone) in failed["reason"]
+    told = run.tool("status").stdout
+    assert "not saved" in told and "full of step 0 since" in told
+    gone.unlink()
+    run.finish()
+    assert json.loads(run.tool("status", "--json").stdout)["save_failed"] is None
