@@ -2,7 +2,7 @@
 
 `STREAMRFT_KILL_AT="<point>[@<step>]=<marker file>"` kills the process with SIGKILL the first time
 that it reaches the point (at that step); the marker file, created first, makes it happen once
-whatever restarts. Without the variable a point costs one dictionary look-up.
+whatever restarts. Commas part several. Without the variable a point costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ def reach(point: str, step: int | None = None) -> None:
     wanted = os.environ.get("STREAMRFT_KILL_AT")
     if not wanted:
         return
-    where, _, marker = wanted.partition("=")
-    name, _, at_step = where.partition("@")
-    if name != point or (at_step and int(at_step) != step):
-        return
+    for kill in wanted.split(","):
+        where, _, marker = kill.partition("=")
+        name, _, at_step = where.partition("@")
+        if name == point and (not at_step or int(at_step) == step):
+            _die_once(marker)
+
+
+def _die_once(marker: str) -> None:
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -30,13 +30,11 @@ def metrics_of(run: SmallRun) -> list[dict[str, float]]:
 
 
 def test_a_killed_trainer_goes_on_with_the_same_critic(
-    small_run: Callable[..., SmallRun], tmp_path: Path
+    small_run: Callable[..., SmallRun],
 ) -> None:
     whole, killed = small_run({"algorithm": PPO}), small_run({"algorithm": PPO})
     whole.finish()
-    marker = tmp_path / "killed"
-    killed.finish(STREAMRFT_KILL_AT=f"trainer.step_done@3={marker}")
-    assert marker.exists()
+    killed.finish_killed_at("trainer.step_done@3")
     killed.check_whole()
     assert killed.final_digest() == whole.final_digest()
     for metrics in metrics_of(whole):

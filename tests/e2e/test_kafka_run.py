@@ -48,12 +48,10 @@ def test_same_run_gives_the_same_weights_on_the_embedded_log_and_on_kafka(
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
-    small_run, kafka_url, embedded_digest, tmp_path, point, on
+    small_run, kafka_url, embedded_digest, point, on
 ):
     run = small_run(on(kafka_url))
-    marker = tmp_path / "killed"
-    run.finish(STREAMRFT_KILL_AT=f"{point}={marker}")
-    assert marker.exists(), f"the run never reached {point}"
+    run.finish_killed_at(point)
     run.check_whole()
     assert run.final_digest() == embedded_digest
 

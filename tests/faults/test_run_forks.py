@@ -1,10 +1,16 @@
-"""Whole runs that go back on purpose, and training again from recorded cuts."""
+"""Whole runs that go back on purpose, and training again from recorded cuts.
+
+Every test gets a run that has ended, and what it does to the run's folder is undone.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +18,38 @@ from small_run import SmallRun, merge
 
 from streamrft.schemas import events as ev
 
-Make = Callable[..., SmallRun]
 EVERY_STEP: Mapping[str, Any] = {"trainer": {"save_interval": 1}}
 ASYNC: Mapping[str, Any] = {
     "deterministic": False,
     "synchronizer": {"sync_style": "fully_async", "max_staleness": 2},
 }
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A run that went back to step 2 and ended; `before` is a copy of its folder until then."""
+
+    run: SmallRun
+    before: Path
+
+
+@contextmanager
+def undone(run: SmallRun) -> Iterator[None]:
+    """What happens to the run's folder in here is undone at the end."""
+    kept = run.folder.with_name("kept")
+    shutil.copytree(run.folder, kept)
+    try:
+        yield
+    finally:
+        run.kill()
+        replace(run, kept)
+        shutil.rmtree(kept)
+
+
+def replace(run: SmallRun, folder: Path) -> None:
+    """Make the run's folder a copy of another: its paths, which the log names, stay the same."""
+    shutil.rmtree(run.folder)
+    shutil.copytree(folder, run.folder)
 
 
 def go_back(run: SmallRun, step: int) -> None:
@@ -26,25 +58,57 @@ def go_back(run: SmallRun, step: int) -> None:
     run.write()
 
 
-@pytest.mark.parametrize(
-    ("pacing", "steps"), [({}, 4), (ASYNC, 7)], ids=["on-policy", "fully-async"]
-)
-def test_going_back_forks_and_a_second_start_continues_the_fork(
-    pacing: Mapping[str, Any], steps: int, small_run: Make
-) -> None:
-    run = small_run(merge(EVERY_STEP, pacing), steps=steps)
-    run.finish()
-    go_back(run, 2)
-    run.finish()
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Forked]:
+    """On-policy."""
+    place = tmp_path_factory.mktemp("forked")
+    run = SmallRun(place / "run", tiny_model_dir, EVERY_STEP)
+    try:
+        run.finish()
+        go_back(run, 2)
+        shutil.copytree(run.folder, place / "before")
+        run.finish()
+        yield Forked(run, place / "before")
+    finally:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def asynchronous(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[SmallRun]:
+    """A run whose trainer was killed between a cut and its step."""
+    place = tmp_path_factory.mktemp("asynchronous")
+    run = SmallRun(place / "run", tiny_model_dir, merge(EVERY_STEP, ASYNC), steps=7)
+    try:
+        run.finish_killed_at("trainer.cut_published@4")
+        yield run
+    finally:
+        run.kill()
+
+
+def test_going_back_forks_and_a_second_start_continues_the_fork(forked: Forked) -> None:
+    with undone(forked.run):
+        check_fork(forked.run)
+
+
+def test_an_asynchronous_run_forks_in_the_same_way(asynchronous: SmallRun) -> None:
+    with undone(asynchronous):
+        go_back(asynchronous, 2)
+        asynchronous.finish()
+        check_fork(asynchronous)
+
+
+def check_fork(run: SmallRun) -> None:
+    """A second start trains nothing, the steps of the lineage are whole, and so is the ledger."""
     before = len(run.records("train_steps"))
     run.finish()
-
     assert len(run.records("train_steps")) == before, "a second start trained again"
     branches = run.events("checkpoints", ev.Branch)
     assert {(b.branch, b.parent, b.step) for b in branches} == {("main.2", "main", 2)}
     cuts = run.events("train_steps", ev.Cut)
     lineage = [c for c in cuts if (c.branch, c.step > 2) in {("main", False), ("main.2", True)}]
-    assert sorted(c.step for c in lineage) == list(range(1, steps + 1))
+    assert sorted(c.step for c in lineage) == list(range(1, run.steps + 1))
     trained = [m.trajectory_id for c in lineage for m in c.members]
     assert len(trained) == len(set(trained))
     check_nothing_off_lineage_was_trained(run, lineage)
@@ -64,19 +128,13 @@ def check_nothing_off_lineage_was_trained(run: SmallRun, lineage: list[ev.Cut]) 
     assert rows <= again, f"rows {sorted(rows - again)} were not published again"
 
 
-def test_a_fork_that_is_killed_is_continued_by_the_same_command(
-    small_run: Make, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    quiet, killed = small_run(EVERY_STEP), small_run(EVERY_STEP)
-    marker = tmp_path_factory.mktemp("marker") / "killed"
-    for run in (quiet, killed):
-        run.finish()
-        go_back(run, 2)
-    quiet.finish()
-    killed.finish(STREAMRFT_KILL_AT=f"trainer.step_done@3={marker}")
-    assert marker.exists()
-    assert killed.tool("status").returncode == 0
-    assert newest_digest(killed) == newest_digest(quiet)
+def test_a_fork_that_is_killed_is_continued_by_the_same_command(forked: Forked) -> None:
+    run, quiet = forked.run, newest_digest(forked.run)
+    with undone(run):
+        replace(run, forked.before)
+        run.finish_killed_at("trainer.step_done@3")
+        assert run.tool("status").returncode == 0
+        assert newest_digest(run) == quiet
 
 
 def newest_digest(run: SmallRun) -> str:
@@ -84,20 +142,16 @@ def newest_digest(run: SmallRun) -> str:
     return max(found, key=lambda c: c.step).digest
 
 
-def test_an_asynchronous_run_equals_a_training_from_its_own_cuts(
-    small_run: Make, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    run = small_run(ASYNC, steps=6)
-    marker = tmp_path_factory.mktemp("marker") / "killed"
-    run.finish(STREAMRFT_KILL_AT=f"trainer.cut_published@4={marker}")
-    assert marker.exists()
+def test_an_asynchronous_run_equals_a_training_from_its_own_cuts(asynchronous: SmallRun) -> None:
+    run = asynchronous
     run.check_whole()
     announced = run.final_digest()
-    for folder in run.job.glob("global_step_*"):
-        if folder.name != "global_step_0":
-            shutil.rmtree(folder)
-    again = run.tool("train", timeout_s=120)
-    assert again.returncode == 0, again.stderr
-    manifest = json.loads((run.job / "global_step_6" / "manifest.json").read_text())
-    assert manifest["digest"] == announced
-    assert run.final_digest() == announced
+    with undone(run):
+        for folder in run.job.glob("global_step_*"):
+            if folder.name != "global_step_0":
+                shutil.rmtree(folder)
+        again = run.tool("train", timeout_s=120)
+        assert again.returncode == 0, again.stderr
+        manifest = json.loads((run.job / "global_step_7" / "manifest.json").read_text())
+        assert manifest["digest"] == announced
+        assert run.final_digest() == announced

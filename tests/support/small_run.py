@@ -142,6 +142,14 @@ class SmallRun:
             raise AssertionError(f"no end after {timeout_s} s\n{self.output()}") from None
         assert code == 0, f"exit code {code}\n{self.output()}"
 
+    def finish_killed_at(self, *points: str) -> None:
+        """As `finish`, while a process kills itself at each point, such as trainer.step_done@3."""
+        markers = {point: self.folder / f"killed at {point}" for point in points}
+        kills = ",".join(f"{point}={marker}" for point, marker in markers.items())
+        self.finish(STREAMRFT_KILL_AT=kills)
+        missed = [point for point, marker in markers.items() if not marker.exists()]
+        assert not missed, f"the run never reached {missed}"
+
     def output(self) -> str:
         """What the run printed, and the ends of its processes' logs."""
         files = [self.folder / "run.log", *sorted(self.job.rglob("log/*.log"))]
