@@ -35,13 +35,6 @@ def steps_of(run: SmallRun) -> list[ev.TrainStep]:
     return sorted(run.events("train_steps", ev.TrainStep), key=lambda s: s.step)
 
 
-def test_on_policy_pacing_trains_on_nothing_stale(small_run: Make) -> None:
-    run = small_run()
-    run.finish()
-    run.check_whole()
-    assert [s.metrics["sample/staleness_max"] for s in steps_of(run)] == [0.0] * run.steps
-
-
 def test_asynchronous_pacing_keeps_its_bound_and_wastes_little(small_run: Make) -> None:
     run = small_run(ASYNC, steps=20, num_rows=200)
     run.finish()

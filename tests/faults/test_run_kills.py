@@ -1,12 +1,13 @@
 """A whole run killed anywhere: the ledger balances and the weights are those of a quiet run.
 
-`make faults` runs every case; the tests run a sample, one of each kind.
+`make faults` runs every case; the tests run a sample, one of each kind, several in one run.
 """
 
 from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +16,18 @@ from pathlib import Path
 import pytest
 from small_run import SmallRun
 
+from streamrft.schemas import events as ev
+
 STEPS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """`point`: a process kills itself there. `role`: it is killed from outside at some time."""
+    """Processes kill themselves at `points`; `roles` are killed from outside at some time."""
 
     name: str
-    point: str = ""
-    role: str = ""
+    points: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -47,20 +50,24 @@ OTHERS = (
     "scheduler.before_commit",
     "scheduler.committed",
 )
-SAMPLE = {
-    "trainer.cut_published@3",
-    "checkpoint.manifest_written@2",
-    "explorer.published",
-    "join.before_commit",
-    "train-0",
-    "supervisor-0",
-}
+SAMPLE = [
+    Case(
+        "points of every kind",
+        points=(
+            "join.before_commit",
+            "explorer.published",
+            "checkpoint.manifest_written@2",
+            "trainer.cut_published@3",
+        ),
+    ),
+    Case("supervisor and trainer", roles=("supervisor", "train")),
+]
 # 14 in the checkpoint protocol and around the cut, 7 elsewhere, 10 from outside
 CASES = [
-    *(Case(f"{p}@{s}", point=f"{p}@{s}") for p in POINTS for s in (2, LATER.get(p, 3))),
-    *(Case(p, point=p) for p in OTHERS),
+    *(Case(f"{p}@{s}", (f"{p}@{s}",)) for p in POINTS for s in (2, LATER.get(p, 3))),
+    *(Case(p, (p,)) for p in OTHERS),
     *(
-        Case(f"{role}-{seed}", role=role, seed=seed)
+        Case(f"{role}-{seed}", roles=(role,), seed=seed)
         for role in ("schedule", "explore", "join", "train", "supervisor")
         for seed in range(2)
     ),
@@ -69,54 +76,61 @@ CASES = [
 
 def parameters() -> list[object]:
     """All cases, those outside the sample marked slow."""
-    return [
-        pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow)
-        for c in CASES
-    ]
+    slow = [pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in CASES]
+    return [*(pytest.param(c, id=c.name) for c in SAMPLE), *slow]
 
 
 @pytest.fixture(scope="module")
-def quiet_digest(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> str:
-    """Final weights of an uninterrupted run."""
+def quiet(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> SmallRun:
+    """An uninterrupted run."""
     run = SmallRun(tmp_path_factory.mktemp("quiet"), tiny_model_dir, steps=STEPS)
     run.finish()
     run.check_whole()
-    return run.final_digest()
+    return run
+
+
+def test_a_quiet_run_on_policy_trains_on_nothing_stale(quiet: SmallRun) -> None:
+    stalest = [s.metrics["sample/staleness_max"] for s in quiet.events("train_steps", ev.TrainStep)]
+    assert stalest == [0.0] * STEPS
 
 
 @pytest.mark.parametrize("case", parameters())
 def test_a_killed_run_ends_whole_with_the_weights_of_a_quiet_run(
-    case: Case, tmp_path: Path, small_run: Callable[..., SmallRun], quiet_digest: str
+    case: Case, small_run: Callable[..., SmallRun], quiet: SmallRun
 ) -> None:
     run = small_run(steps=STEPS)
-    if case.point:
-        marker = tmp_path / "killed"
-        run.finish(STREAMRFT_KILL_AT=f"{case.point}={marker}")
-        assert marker.exists(), f"the run never reached {case.point}"
-    elif case.role == "supervisor":
-        kill_supervisor(run, random.Random(case.seed))
-        run.finish()
+    if case.points:
+        run.finish_killed_at(*case.points)
     else:
-        kill_role(run, case.role, random.Random(case.seed))
+        kill_roles(run, case.roles, random.Random(case.seed))
     run.check_whole()
-    assert run.final_digest() == quiet_digest
+    assert run.final_digest() == quiet.final_digest()
 
 
-def kill_supervisor(run: SmallRun, chance: random.Random) -> None:
-    """SIGKILL to the supervisor once training goes on: none of its children outlives it."""
+def kill_roles(run: SmallRun, roles: tuple[str, ...], chance: random.Random) -> None:
+    """SIGKILL to one role after the other, each after another cut; then the run ends with 0."""
     process = run.start()
-    run.wait_for(lambda: len(run.cuts()) >= 1, "first cut", 120)
-    time.sleep(chance.uniform(0, 1.0))
+    for num_cuts, role in enumerate(roles, 1):
+        await_cuts(run, num_cuts)
+        time.sleep(chance.uniform(0, 0.5))
+        if role == "supervisor":
+            kill_supervisor(run, process)
+            process = run.start()
+            continue
+        children = run.children(f" {role} ")
+        assert children, f"no {role} is left to be killed\n{run.output()}"
+        for child in children:
+            child.kill()
+    assert process.wait(180) == 0, run.output()
+
+
+def await_cuts(run: SmallRun, num_cuts: int) -> None:
+    run.wait_for(lambda: len(run.cuts()) >= num_cuts, f"cut {num_cuts}", 120)
+
+
+def kill_supervisor(run: SmallRun, process: subprocess.Popen[str]) -> None:
+    """None of its children outlives it."""
+    assert process.poll() is None, f"the run was over before\n{run.output()}"
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     run.wait_for(lambda: not run.children(), "end of the children", 10)
-
-
-def kill_role(run: SmallRun, role: str, chance: random.Random) -> None:
-    """SIGKILL to one role in the middle; the supervisor replaces it and the run ends with 0."""
-    process = run.start()
-    run.wait_for(lambda: len(run.cuts()) >= 1, "first cut", 120)
-    time.sleep(chance.uniform(0, 0.5))
-    for child in run.children(f" {role} "):
-        child.kill()
-    assert process.wait(180) == 0, run.output()
