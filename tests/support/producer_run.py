@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked import FORKED
 from topic_events import append_events, events_on, num_uncommitted
 
 from streamrft.producers.settings import (
@@ -26,9 +26,6 @@ from streamrft.streams.log import Log, open_log, topic_specs
 TOPICS = Topics("tests.producers")
 DEADLINE_S = 60.0
 BATCH, GROUP = 2, 2
-
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["streamrft.producers.explorer", "transformers", "torch"])
 
 
 def _role(url: str, role: str, settings: Any, kill_at: str) -> None:
@@ -73,7 +70,7 @@ class ProducerRun:
         settings = self.schedule if role == "scheduler" else self.explore
         if kill_at:
             kill_at = f"{kill_at}={self.folder}/{kill_at}.marker"
-        process = _SERVER.Process(target=_role, args=(self.url, role, settings, kill_at))
+        process = FORKED.Process(target=_role, args=(self.url, role, settings, kill_at))
         process.start()
         return process
 

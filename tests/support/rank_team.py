@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import FORKED
 
 from streamrft.consumers.learning import ranks as ranks_module
 from streamrft.consumers.learning.learner import Learner
@@ -20,9 +20,6 @@ from streamrft.consumers.trainer import follow_trainer
 
 Job = Callable[[Learner], Any]
 
-# one process that has imported torch; every rank is forked from it in a few milliseconds
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["rank_team"])
 LIMIT_S = 90
 
 
@@ -69,7 +66,7 @@ def start_team(
     folder.mkdir(parents=True, exist_ok=True)
     port, result_at = free_port(), folder / "result.pt"
     processes = [
-        _SERVER.Process(
+        FORKED.Process(
             target=_rank,
             args=(rank, size, port, settings, job, result_at, order_limit_s),
             daemon=True,

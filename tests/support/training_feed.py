@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from forked import FORKED
 from topic_events import events_on
 
 from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
@@ -23,10 +23,6 @@ from streamrft.streams.log import open_log, topic_specs
 E = TypeVar("E", bound=ev.Event)
 TOPICS = Topics("tests.feed", 2)
 GROUP_SIZE = 2
-
-# one process that has imported torch; every trainer is forked from it in a few milliseconds
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["streamrft.consumers.trainer", "safetensors.torch"])
 
 
 def experience(
@@ -160,7 +156,7 @@ class Feed:
         environment = dict(self.environment)
         if kill_at:
             environment["STREAMRFT_KILL_AT"] = f"{kill_at}={marker}"
-        process = _SERVER.Process(
+        process = FORKED.Process(
             target=_run,
             args=(self.url, self.trainer_settings(**changes), environment, self.said_at),
         )
