@@ -57,7 +57,8 @@ class SftSource:
     """Rows of a file to imitate, read in a seeded order. `path` as in a taskset.
 
     `whole_text` trains every token, as continued pre-training does, not the responses alone;
-    `is_pairs` makes two sequences of a row, of what was chosen and what was rejected.
+    `is_pairs` makes two sequences of a row, of what was chosen and what was rejected; `label_key`
+    is the column that says whether a row's answer is wanted, None where all are imitated.
     """
 
     path: str
@@ -75,6 +76,7 @@ class SftSource:
     is_pairs: bool = False
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
+    label_key: str | None = None
 
 
 @dataclass(frozen=True)

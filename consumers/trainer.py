@@ -8,15 +8,15 @@ from typing import Any
 
 from ..schemas.events import Branch, now_ms
 from ..streams.lineage import Lineage
+from ..streams.log import Record
 from ..streams.process import Process
-from ..streams.rows import Rows, open_rows
+from ..streams.rows import Row, Rows, open_rows, to_json
 from .announcer import Announcer
 from .checkpoints import CheckpointStore
 from .learning.examples import TrainingExample
 from .learning.learner import Learner
-from .learning.pairs import pair_from_row
 from .learning.ranks import Ranks, join_ranks
-from .learning.supervised import examples_from_rows
+from .learning.supervised import examples_of_row
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
 from .peers import Peers
@@ -87,7 +87,7 @@ def open_loop(
     source: Source = (
         _online_source(process, settings, announcer, lineage, learner, position)
         if rows is None
-        else _row_source(settings, rows, learner, position)
+        else _row_source(process, settings, announcer, rows, learner, position)
     )
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
     peers = Peers(process.log, process.topics)
@@ -174,25 +174,32 @@ def _num_steps(settings: TrainerSettings, rows: Rows | None) -> int | None:
 
 
 def _row_source(
+    process: Process,
     settings: TrainerSettings,
+    announcer: Announcer,
     rows: Rows,
     learner: Learner,
     position: Mapping[str, Any] | None,
 ) -> RowSource:
-    sft = settings.sft
+    sft, limit = settings.sft, settings.max_sequence_tokens
     assert sft is not None
 
-    def to_examples(row: Mapping[str, Any], number: int) -> list[TrainingExample]:
-        limit, tokenizer = settings.max_sequence_tokens, learner.tokenizer
-        if sft.is_pairs:
-            return pair_from_row(row, tokenizer, sft, number=number, max_tokens=limit)
-        return examples_from_rows([row], tokenizer, sft, first_row=number, max_tokens=limit)
+    def to_examples(row: Row, number: int) -> list[TrainingExample]:
+        made = examples_of_row(row, learner.tokenizer, sft, number=number, max_tokens=limit)
+        for example in made:
+            learner.check(example)
+        return made
+
+    def on_refused(number: int, row: Row | None, why: str) -> None:
+        value = None if row is None else to_json(row).encode()
+        record = Record(sft.path, 0, number, now_ms(), None, value, ())
+        announcer.dead_letter(record, why, process.name)
 
     return RowSource(
         rows,
         to_examples,
+        on_refused,
         batch_rows=settings.train_batch_size,
-        examples_per_row=2 if sft.is_pairs else 1,
         total_epochs=None if settings.total_steps else sft.total_epochs,
         seed=settings.seed,
         shuffle=sft.shuffle,

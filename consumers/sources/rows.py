@@ -9,26 +9,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...schemas.errors import ConfigError, InvalidEvent
 from ...schemas.events import Cut
 from ...streams.rows import Row, Rows
 from ..learning.examples import TrainingExample
 from .source import Batch
 
+# rows at the very beginning that may be refused before the configuration is
+MAX_REFUSED = 100
+
 
 class RowSource:
-    """Batches of rows, over and over; its position is {"epoch", "index"}. See `Source`.
+    """Batches of rows, over and over; its position is {"epoch", "index", "refused"}. See `Source`.
 
     Batches run across the ends of epochs; only the very last one may be short. The order of an
-    epoch is a pure function of (seed, epoch), so nothing but the position needs saving.
+    epoch is a pure function of (seed, epoch), so nothing but the position needs saving. A row of
+    which nothing can be made is told once and left out, in every epoch; others take its place.
     """
 
     def __init__(
         self,
         rows: Rows,
         to_examples: Callable[[Row, int], Sequence[TrainingExample]],
+        on_refused: Callable[[int, Row | None, str], None],
         *,
         batch_rows: int,
-        examples_per_row: int = 1,
         total_epochs: int | None,
         seed: int,
         shuffle: bool = True,
@@ -36,30 +41,40 @@ class RowSource:
     ) -> None:
         """Open at the start, or at what `position()` gave at a checkpoint.
 
-        `to_examples` makes of (row, its number in the file) what the learner takes, always
-        `examples_per_row` of them; `total_epochs` None never ends.
+        `to_examples` makes of (row, its number in the file) what the learner takes, and raises
+        InvalidEvent where it cannot; `on_refused` is told the number, the row where there is one,
+        and why. `total_epochs` None never ends.
         """
         self.num_read = 0
         self._rows, self._to_examples, self._batch_rows = rows, to_examples, batch_rows
-        self._per_row = examples_per_row
+        self._on_refused = on_refused
         self._seed, self._shuffle = seed, shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
         self._end = None if total_epochs is None else total_epochs * len(rows)
         saved = position or {"epoch": 0, "index": 0}
         self._next: int = saved["epoch"] * len(rows) + saved["index"]
+        self._stop = self._next
+        self._refused = set[int](saved.get("refused", ()))
 
     def poll(self, steps_done: int, timeout_ms: int) -> int:
         """Nothing comes by itself."""
         return 0
 
     def next_batch(self, steps_done: int) -> Batch | None:
-        """The rows after those taken; None after the last epoch."""
-        stop = self._next + self._batch_rows
-        if self._end is not None:
-            stop = min(stop, self._end)
-        places = [divmod(i, len(self._rows)) for i in range(self._next, stop)]
-        numbers = [int(self._order(epoch)[index]) for epoch, index in places]
-        examples = [e for n in numbers for e in self._to_examples(self._rows[n], n)]
+        """The rows after those taken; None after the last epoch.
+
+        Raises:
+            ConfigError: nothing could be made of any of the first rows.
+        """
+        self._stop, num_rows, examples = self._next, 0, list[TrainingExample]()
+        while num_rows < self._batch_rows and self._stop != self._end:
+            epoch, index = divmod(self._stop, len(self._rows))
+            made = self._examples(int(self._order(epoch)[index]))
+            self._stop += 1
+            num_rows += bool(made)
+            examples += made
+        if not examples:
+            self._next = self._stop
         return Batch(examples) if examples else None
 
     def recorded(self, cut: Cut) -> Batch:
@@ -68,7 +83,7 @@ class RowSource:
 
     def take(self, batch: Batch) -> None:
         """Go on behind it."""
-        self._next += len(batch.examples) // self._per_row
+        self._next = self._stop
 
     @property
     def produced_length(self) -> float | None:
@@ -87,13 +102,32 @@ class RowSource:
     def position(self) -> dict[str, Any]:
         """Plain JSON."""
         epoch, index = divmod(self._next, len(self._rows))
-        return {"epoch": epoch, "index": index}
+        return {"epoch": epoch, "index": index, "refused": sorted(self._refused)}
 
     def commit(self, position: Mapping[str, Any]) -> None:
         """Nothing on the log is consumed."""
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _examples(self, number: int) -> Sequence[TrainingExample]:
+        """Of one row; none where it is refused."""
+        if number in self._refused:
+            return ()
+        row = None
+        try:
+            row = self._rows[number]
+            return self._to_examples(row, number)
+        except (ConfigError, InvalidEvent) as error:
+            self._refuse(number, row, str(error))
+            return ()
+
+    def _refuse(self, number: int, row: Row | None, why: str) -> None:
+        self._refused.add(number)
+        self._on_refused(number, row, why)
+        at_most = min(MAX_REFUSED, len(self._rows))
+        if len(self._refused) == at_most == self._stop + 1:
+            raise ConfigError(f"nothing can be made of any of the first {at_most} rows. {why}")
 
     def _make_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Row numbers of one epoch; RandomState, because NumPy promises never to change it."""

@@ -28,6 +28,7 @@ class Format:
     reward_fn_key: str = ""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
+    label_key: str = "label"
     enable_concatenated_multi_turn: bool = False
     chat_template: str | None = None
     enable_thinking: bool | None = None

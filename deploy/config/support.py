@@ -171,7 +171,10 @@ _FORMAT_RULES = (
 )
 _TASKSET_RULES = (
     *_FORMAT_RULES,
-    *_rules("format.chosen_key format.rejected_key", "pairs are trained on, not rolled out"),
+    *_rules(
+        "format.chosen_key format.rejected_key format.label_key",
+        "preferences are trained on, not rolled out",
+    ),
     *_rules("rollout_args.logprobs", "log-probs are always recorded", None, 0),
     *_rules("rollout_args.n", "algorithm.repeat_times is the group size", 1),
     *_rules("data_selector.feature_keys data_selector.kwargs", _NOT_YET, (), {}),
@@ -251,6 +254,8 @@ def _meant_for_others(stage: StageConfig) -> Iterator[str]:
     pairs = [p for p in (f"{place}.chosen_key", f"{place}.rejected_key") if stage.gives(p)]
     if pairs and algorithm.algorithm_type != "dpo":
         yield f"{', '.join(pairs)}: only algorithm_type dpo reads pairs."
+    if stage.gives(f"{place}.label_key") and algorithm.algorithm_type != "kto":
+        yield f"{place}.label_key: only algorithm_type kto reads verdicts."
     critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
     if critic and not has_critic(algorithm.algorithm_type, algorithm.advantage_fn):
         yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."

@@ -160,7 +160,7 @@ def _sft_source(config: Config) -> SftSource:
     assert rows is not None and rows.path is not None
     form = rows.format
     schema = algorithm_type(config.algorithm.algorithm_type).schema
-    if form.prompt_type == "chatpair" and schema != "dpo":
+    if form.prompt_type == "chatpair" and schema not in ("dpo", "kto"):
         raise ConfigError(
             "buffer.trainer_input.experience_buffer.format.prompt_type: chatpair is for DPO; "
             "messages or plaintext is allowed."
@@ -181,6 +181,7 @@ def _sft_source(config: Config) -> SftSource:
         is_pairs=schema == "dpo",
         chosen_key=form.chosen_key,
         rejected_key=form.rejected_key,
+        label_key=form.label_key if schema == "kto" else None,
     )
 
 

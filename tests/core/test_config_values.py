@@ -186,6 +186,22 @@ def test_dpo_takes_pairs_of_a_file(tmp_path: Path) -> None:
         planned(tmp_path, {**changes, "mode": "both"})
 
 
+def test_kto_takes_verdicts_of_a_file(tmp_path: Path) -> None:
+    rows = {"storage_type": "file", "path": "rows.jsonl", "format": {"label_key": "good"}}
+    changes = {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "kto"},
+        "buffer": {"train_batch_size": 4, "trainer_input": {"experience_buffer": rows}},
+    }
+    trainer = planned(tmp_path, changes).stage(None).trainer
+    assert trainer and trainer.sft and trainer.sft.label_key == "good"
+    changes["algorithm"] = {"algorithm_type": "sft"}
+    run = planned(tmp_path, changes)
+    trainer = run.stage(None).trainer
+    assert trainer and trainer.sft and trainer.sft.label_key is None
+    assert "format.label_key: only algorithm_type kto reads verdicts" in " ".join(run.warnings)
+
+
 def test_preferences_without_a_file_come_from_the_log(tmp_path: Path) -> None:
     for kind, groups in (("dpo", 6), ("kto", 3)):
         algorithm = {"algorithm_type": kind, "repeat_times": 2}

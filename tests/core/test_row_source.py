@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.sources.rows import RowSource
+from streamrft.schemas.errors import ConfigError, InvalidEvent
+from streamrft.streams.rows import JsonlRows
 
 ROWS = [{"row": i} for i in range(7)]
 
@@ -19,10 +21,15 @@ def example(row, number: int) -> list[TrainingExample]:
     return [TrainingExample(f"sft.{number}:0:row", f"sft.{number}", 0, number, ())]
 
 
-def source(position=None, **fields) -> RowSource:
+def nothing_refused(number: int, row, why: str) -> None:
+    raise AssertionError(f"row {number}: {why}")
+
+
+def source(position=None, *, to_examples=example, on_refused=nothing_refused, **fields):
     return RowSource(
         ROWS,
-        example,
+        to_examples,
+        on_refused,
         **{"batch_rows": 3, "total_epochs": 2, "seed": 5, "position": position, **fields},
     )
 
@@ -73,3 +80,62 @@ def test_rows_never_end_without_a_number_of_epochs(num_batches: int):
         assert batch is not None and len(batch.examples) == 3
         rows.take(batch)
     assert not rows.is_finished
+
+
+def odd_rows_are_refused(row, number: int) -> list[TrainingExample]:
+    if number % 2:
+        raise InvalidEvent(f"row {number} is odd")
+    return example(row, number)
+
+
+@pytest.mark.parametrize("taken", range(3))
+def test_refused_rows_are_told_once_and_others_take_their_place(taken: int):
+    told: list[tuple[int, str]] = []
+
+    def tell(number: int, row, why: str) -> None:
+        assert row == ROWS[number]
+        told.append((number, why))
+
+    def opened(position=None) -> RowSource:
+        return source(position, to_examples=odd_rows_are_refused, on_refused=tell)
+
+    rows, batches = opened(), []
+    for _ in range(taken):
+        batch = rows.next_batch(0)
+        assert batch is not None
+        batches.append([e.number for e in batch.examples])
+        rows.take(batch)
+    batches += drain(opened(json.loads(json.dumps(rows.position()))))
+    assert [len(b) for b in batches] == [3, 3, 2]
+    numbers = [n for b in batches for n in b]
+    assert sorted(numbers[:4]) == sorted(numbers[4:]) == [0, 2, 4, 6]
+    assert sorted(told) == [(n, f"row {n} is odd") for n in (1, 3, 5)]
+
+
+def test_a_line_that_is_no_row_is_refused_and_its_neighbours_go_on(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"row": 0}\nno row\n{"row": 2}\n')
+    told = []
+    rows = RowSource(
+        JsonlRows(path),
+        lambda row, number: example(row, number),
+        lambda *why: told.append(why),
+        batch_rows=3,
+        total_epochs=1,
+        seed=5,
+    )
+    (batch,) = drain(rows)
+    assert sorted(batch) == [0, 2]
+    ((number, row, why),) = told
+    assert (number, row) == (1, None) and f"{path}:2: no JSON" in why
+
+
+def test_a_configuration_that_reads_no_row_at_all_is_an_error():
+    def none(row, number: int) -> list[TrainingExample]:
+        raise InvalidEvent(f"row {number} has no prompt")
+
+    told = []
+    rows = source(to_examples=none, on_refused=lambda *why: told.append(why))
+    with pytest.raises(ConfigError, match="any of the first 7 rows. row . has no prompt"):
+        rows.next_batch(0)
+    assert len(told) == 7
