@@ -17,6 +17,7 @@ from ..schemas.errors import (
     Timeout,
     UndecodableRecord,
 )
+from ..schemas.topics import CATALOGUE
 from ..streams import faults
 from ..streams.log import Consumer, Partition, Record
 from ..streams.process import Process, until_answered
@@ -264,8 +265,9 @@ class Explorer:
 
     def _decode(self, record: Record) -> ev.Event | None:
         """The event, or None; a poison task becomes a dead letter."""
+        kinds = CATALOGUE[self._topics.short(record.topic)].carries
         try:
-            return codec.decode(record.value or b"", ev.Task, ev.Ended, ev.Checkpoint, ev.Branch)
+            return codec.decode(record.value or b"", *kinds)
         except (UndecodableRecord, InvalidEvent) as error:
             if record.topic == self._topics.name("tasks"):
                 self._outbox.dead_letter(record, error)

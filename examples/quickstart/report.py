@@ -8,39 +8,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from streamrft.deploy.plan import Run, Stage, plan
-from streamrft.schemas import codec
 from streamrft.schemas.errors import StreamrftError
-from streamrft.schemas.events import Branch, Checkpoint, Cut, Event, TrainStep
-from streamrft.streams.log import Partition
+from streamrft.schemas.events import Checkpoint, Event, TrainStep
+from streamrft.streams.reading import read_events
 from streamrft.streams.weights.object_storage import HF_FOLDER, fetch_model_folder
 
+E = TypeVar("E", bound=Event)
 WINDOW = 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HERE = Path(__file__).parent
 
 
-def read_topic(run: Run, stage: Stage, topic: str, *types: type[Event]) -> list[Event]:
-    """Every event of a topic with one partition, in order."""
-    log, partition = run.open_log(), Partition(stage.topics.name(topic), 0)
-    try:
-        consumer, end = log.consumer(), log.end_offsets([partition])[partition]
-        consumer.assign({partition: 0})
-        events: list[Event] = []
-        while consumer.positions()[partition] < end:
-            events += [codec.decode(r.value, *types) for r in consumer.poll(timeout_ms=1000)]
-        return events
-    finally:
-        log.close()
+def read_topic(run: Run, stage: Stage, topic: str, kind: type[E]) -> list[E]:
+    """Every event of one kind on a topic with one partition, in order."""
+    with closing(run.open_log()) as log:
+        return [e for e in read_events(log, stage.topics, topic) if isinstance(e, kind)]
 
 
 def steps_of(run: Run, stage: Stage) -> list[TrainStep]:
     """One a step, in order; a step that a crash made twice counts once."""
-    events = read_topic(run, stage, "train_steps", Cut, TrainStep)
-    by_step = {e.step: e for e in events if isinstance(e, TrainStep)}
+    by_step = {e.step: e for e in read_topic(run, stage, "train_steps", TrainStep)}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -99,8 +92,7 @@ def save_picture(rewards: list[float], path: Path) -> None:
 
 def model_folder(run: Run, stage: Stage) -> Path:
     """The Hugging Face folder of the newest checkpoint; a copy of one on an object store."""
-    events = read_topic(run, stage, "checkpoints", Checkpoint, Branch)
-    newest = [e for e in events if isinstance(e, Checkpoint)][-1]
+    newest = read_topic(run, stage, "checkpoints", Checkpoint)[-1]
     if "://" in newest.uri:
         return fetch_model_folder(newest, run.job_dir / "model")
     folder = Path(newest.uri) / HF_FOLDER
