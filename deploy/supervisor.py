@@ -185,8 +185,11 @@ class _Supervisor:
         faults.reach("supervisor.started")
 
     def _is_worth_skipping(self, stage: Stage) -> bool:
-        """An SFT stage over epochs says it is done only by its trainer's exit code."""
-        return not (stage.is_sft and stage.trainer and stage.trainer.total_steps is None)
+        """Rows over epochs are done when their trainer says so, or when the next stage began."""
+        if not stage.is_sft or stage.trainer is None or stage.trainer.total_steps is not None:
+            return True
+        stages = self._run.stages
+        return any(was_started(self._log, s) for s in stages[stages.index(stage) + 1 :])
 
     def _check_result(self, stage: Stage, label: str) -> None:
         """What the run was for may have been removed; weights of stages before it may go."""

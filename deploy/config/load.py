@@ -17,6 +17,7 @@ _RUN_WIDE = (
     "project group name checkpoint_root_dir ray_namespace continue_from_checkpoint event_log "
     "storage log stages cluster monitor"
 ).split()
+_OF_EVERY_ALGORITHM = ("optimizer", "repeat_times")
 _ALIASES = {
     "data.dataset_path": "buffer.explorer_input.taskset.path",
     "explorer.runner_num": "explorer.runner_per_model",
@@ -142,8 +143,27 @@ def _stage(raw: dict[str, Any], entry: Any, index: int) -> StageConfig:
             raise ConfigError(f"{where}.{key}: belongs to the whole run; move it out of stages.")
     own = {key: value for key, value in entry.items() if key != "stage_name"}
     read(Config, own, where)
-    config, given = read(Config, merged(raw, own))
+    config, given = read(Config, merged(inherited(raw, own), own))
     return StageConfig(name, config, given)
+
+
+def inherited(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stage takes over from the rest of the file.
+
+    Another algorithm takes no functions meant for the first, but its optimiser and group size; a
+    stage that says how long it lasts is not ended by what the file says of the run.
+    """
+    base = {key: dict(v) if isinstance(v, Mapping) else v for key, v in raw.items()}
+    algorithm, buffer, trainer = (own.get(key) or {} for key in ("algorithm", "buffer", "trainer"))
+    above = base.get("algorithm")
+    kind = algorithm.get("algorithm_type") if isinstance(algorithm, Mapping) else None
+    if isinstance(above, dict) and kind not in (None, above.get("algorithm_type")):
+        base["algorithm"] = {k: v for k, v in above.items() if k in _OF_EVERY_ALGORITHM}
+    if {"total_steps", "total_epochs"} & {*buffer, *trainer}:
+        for section in ("buffer", "trainer"):
+            if isinstance(base.get(section), dict):
+                base[section].pop("total_steps", None)
+    return base
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,22 +57,6 @@ def test_a_corrected_run_trains_and_says_how_far_engine_and_trainer_are_apart(
         assert metrics["sample/unusable"] == 0.0
 
 
-def test_pairs_and_texts_of_files_are_trained_by_the_same_command(
-    small_run: Callable[..., SmallRun], tmp_path: Path
-) -> None:
-    pairs, texts = tmp_path / "pairs.jsonl", tmp_path / "texts.jsonl"
-    pairs.write_text(json.dumps({"prompt": "2+2?", "chosen": "4", "rejected": "five"}) + "\n")
-    texts.write_text(json.dumps({"text": "2+2=4"}) + "\n")
-    for kind, path, form in (("dpo", pairs, {}), ("cpt", texts, {"prompt_key": "text"})):
-        rows = {"storage_type": "file", "path": str(path), "format": form}
-        buffer = {"train_batch_size": 2, "trainer_input": {"experience_buffer": rows}}
-        algorithm = {"algorithm_type": kind, "kl_loss_fn": None}
-        run = small_run({"mode": "train", "algorithm": algorithm, "buffer": buffer}, steps=3)
-        run.finish()
-        losses = [m["actor/pg_loss"] for m in metrics_of(run)]
-        assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
-
-
 def test_a_trainer_of_two_ranks_loses_one_and_reaches_its_goal(
     small_run: Callable[..., SmallRun], tmp_path: Path
 ) -> None:

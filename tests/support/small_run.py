@@ -47,6 +47,7 @@ class SmallRun:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 4
     num_rows: int = 64
+    stage: str = ""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,8 +107,8 @@ class SmallRun:
 
     @property
     def topics(self) -> Topics:
-        """Its topics."""
-        return Topics(f"faults.{self.name}")
+        """Its topics, or those of the stage that is looked at."""
+        return Topics(".".join(filter(None, ("faults", self.name, self.stage))))
 
     @property
     def name(self) -> str:
