@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kafka_broker import Broker
+from kafka_broker import Broker, needs_kafka_home
 from small_run import SmallRun
 
 from streamrft.schemas import codec
@@ -39,9 +39,16 @@ def kafka_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip("Kafka: neither KAFKA_HOME nor KAFKA_BOOTSTRAP_SERVERS is set")
-    broker = Broker(tmp_path_factory.mktemp("kafka")).start()
-    yield broker.url
-    broker.stop()
+    with Broker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker.url
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """A broker of this test alone, which it may kill."""
+    needs_kafka_home()
+    with Broker(tmp_path / "broker") as broker:
+        yield broker
 
 
 @pytest.fixture

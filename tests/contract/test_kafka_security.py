@@ -6,15 +6,12 @@ import pytest
 from join_run import JoinRun
 from join_scripts import scored
 from kafka_broker import Broker, free_port, needs_kafka_home
+from kafka_rights import IN_THE_CLEAR, Right, environment_of, grant, user_settings
 from log_process import read
 
 from streamrft.schemas.errors import AccessDenied, ConfigError
 from streamrft.schemas.events import now_ms
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
-
-PLAIN = {"security.protocol": "SASL_PLAINTEXT"}
-MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
-USERS = "".join(f' user_{name}="{name}-secret"' for name in ("broker", "alice", "bob", "carol"))
 
 
 def certificates(folder):
@@ -44,26 +41,15 @@ def secured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("secured")
     keys = certificates(folder / "keys")
     tls = free_port()
-    jaas = f'{MODULE} required username="broker" password="broker-secret"{USERS};'
-    broker = Broker(
-        folder / "broker",
-        {
-            "inter.broker.listener.name": "SASL_PLAINTEXT",
-            "sasl.enabled.mechanisms": "PLAIN",
-            "sasl.mechanism.inter.broker.protocol": "PLAIN",
-            "listener.name.sasl_plaintext.plain.sasl.jaas.config": jaas,
-            "listener.name.sasl_ssl.plain.sasl.jaas.config": jaas,
-            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS;User:broker;User:alice",
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.location": str(keys / "server.pem"),
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.location": str(keys / "ca.pem"),
-        },
-        more_listeners={"SASL_SSL": tls},
-    ).start()
-    yield broker, f"kafka://127.0.0.1:{tls}", keys
-    broker.stop()
+    settings = {
+        **user_settings("alice", ("bob", "carol")),
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.location": str(keys / "server.pem"),
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": str(keys / "ca.pem"),
+    }
+    with Broker(folder / "broker", settings, more_listeners={"SASL_SSL": tls}) as broker:
+        yield broker, f"kafka://127.0.0.1:{tls}", keys
 
 
 @pytest.fixture
@@ -72,9 +58,9 @@ def open_as(secured, monkeypatch):
     broker, tls_url, _ = secured
     opened = []
 
-    def open_(user, secret=None, *, options=PLAIN, url=broker.url):
-        monkeypatch.setenv("STREAMRFT_KAFKA_USERNAME", user)
-        monkeypatch.setenv("STREAMRFT_KAFKA_PASSWORD", secret or f"{user}-secret")
+    def open_(user, secret=None, *, options=IN_THE_CLEAR, url=broker.url):
+        for variable, value in environment_of(user, secret).items():
+            monkeypatch.setenv(variable, value)
         found = tls_url if url == "tls" else url
         opened.append(open_log(found, Limits(options=options)))
         return opened[-1]
@@ -84,40 +70,9 @@ def open_as(secured, monkeypatch):
         log.close()
 
 
-def grant(broker, user, namespace, *kinds):
-    """What a process of a run needs: everything under its namespace; `kinds` alone, if given."""
-    from confluent_kafka.admin import (
-        AclBinding,
-        AclOperation,
-        AclPermissionType,
-        AdminClient,
-        ResourcePatternType,
-        ResourceType,
-    )
-
-    admin = AdminClient(
-        {
-            "bootstrap.servers": broker.address,
-            "security.protocol": "SASL_PLAINTEXT",
-            "sasl.mechanism": "PLAIN",
-            "sasl.username": "alice",
-            "sasl.password": "alice-secret",
-        }
-    )
-    bindings = [
-        AclBinding(
-            kind,
-            namespace,
-            ResourcePatternType.PREFIXED,
-            f"User:{user}",
-            "*",
-            AclOperation.ALL,
-            AclPermissionType.ALLOW,
-        )
-        for kind in kinds or (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID)
-    ]
-    for future in admin.create_acls(bindings).values():
-        future.result(10)
+def grant_all(broker, user, namespace, *kinds):
+    """Everything under a namespace: what a process of a run needs, with all three kinds."""
+    grant(broker, "alice", user, [Right("ALL", kind, namespace, is_prefix=True) for kind in kinds])
 
 
 def write_and_read(log, topic):
@@ -157,7 +112,7 @@ def test_user_without_rights_is_told_which_one_is_missing(open_as):
 
 
 def test_rights_on_the_namespace_are_all_that_a_run_needs(open_as, secured):
-    grant(secured[0], "carol", "ours.run")
+    grant_all(secured[0], "carol", "ours.run", "TOPIC", "GROUP", "TRANSACTIONAL_ID")
     log = open_as("carol")
     log.ensure_topics([TopicSpec("ours.run.a", 1), TopicSpec("ours.run.b", 1)])
     assert write_and_read(log, "ours.run.a") == [b"v"]
@@ -201,9 +156,7 @@ def test_faust_comes_in_over_tls_with_the_same_options_and_environment(open_as, 
 
 
 def test_faust_without_a_right_on_the_group_says_which_is_missing(open_as, secured):
-    from confluent_kafka.admin import ResourceType
-
-    grant(secured[0], "bob", "bobs.run", ResourceType.TOPIC, ResourceType.TRANSACTIONAL_ID)
+    grant_all(secured[0], "bob", "bobs.run", "TOPIC", "TRANSACTIONAL_ID")
     run = JoinRun(open_as("bob"), namespace="bobs.run", engine="faust")
     with pytest.raises(AccessDenied, match=r"bobs\.run\.join.*a right on this group is missing"):
         run.drive(lambda: False, timeout_s=20)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kafka_broker import Broker, needs_kafka_home
+from kafka_rights import IN_THE_CLEAR, Right, environment_of, grant, user_settings
 from small_run import SmallRun
 
 from streamrft.schemas.errors import AccessDenied
@@ -18,9 +19,6 @@ from streamrft.streams.log import Limits, open_log
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kafka.md").read_text()
 COMMANDS = {"scheduler": "schedule", "explorer": "explore", "join": "join", "trainer": "train"}
-USERS = ("broker", "admin", *COMMANDS)
-OPTIONS = {"security.protocol": "SASL_PLAINTEXT"}
-MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 
 
 def rights() -> dict[str, list[list[str]]]:
@@ -34,71 +32,22 @@ def rights() -> dict[str, list[list[str]]]:
 def secured(tmp_path_factory):
     """A broker with a user for each role, and no rights for anyone but the administrator."""
     needs_kafka_home()
-    known = "".join(f' user_{name}="{name}-secret"' for name in USERS)
-    jaas = f'{MODULE} required username="broker" password="broker-secret"{known};'
-    broker = Broker(
-        tmp_path_factory.mktemp("rights") / "broker",
-        {
-            "inter.broker.listener.name": "SASL_PLAINTEXT",
-            "sasl.enabled.mechanisms": "PLAIN",
-            "sasl.mechanism.inter.broker.protocol": "PLAIN",
-            "listener.name.sasl_plaintext.plain.sasl.jaas.config": jaas,
-            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS;User:broker;User:admin",
-        },
-    ).start()
-    yield broker
-    broker.stop()
+    folder = tmp_path_factory.mktemp("rights") / "broker"
+    with Broker(folder, user_settings("admin", COMMANDS)) as broker:
+        yield broker
 
 
-def grant(broker: Broker, namespace: str, role: str, row: list[list[str]]) -> None:
+def grant_row(broker: Broker, namespace: str, role: str, row: list[list[str]]) -> None:
     """Give the user of a role its row and what the page says comes on top."""
-    from confluent_kafka.admin import (
-        AclBinding,
-        AclOperation,
-        AclPermissionType,
-        AdminClient,
-        ResourcePatternType,
-        ResourceType,
-    )
-
-    def may(operation, kind, name, pattern=ResourcePatternType.LITERAL):
-        allow = AclPermissionType.ALLOW
-        return AclBinding(
-            kind, f"{namespace}.{name}", pattern, f"User:{role}", "*", operation, allow
-        )
-
-    by_prefix = ResourcePatternType.PREFIXED
     read, write, groups, ids = row
-    wanted = [may(AclOperation.READ, ResourceType.TOPIC, name) for name in read]
-    wanted += [may(AclOperation.WRITE, ResourceType.TOPIC, name) for name in write]
-    wanted += [may(AclOperation.READ, ResourceType.GROUP, name) for name in groups]
-    wanted += [may(AclOperation.WRITE, ResourceType.TRANSACTIONAL_ID, n, by_prefix) for n in ids]
-    wanted += [
-        may(operation, ResourceType.TOPIC, "", by_prefix)
-        for operation in (AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS)
-    ]
+    wanted = [Right("READ", "TOPIC", name) for name in read]
+    wanted += [Right("WRITE", "TOPIC", name) for name in write]
+    wanted += [Right("READ", "GROUP", name) for name in groups]
+    wanted += [Right("WRITE", "TRANSACTIONAL_ID", name, is_prefix=True) for name in ids]
+    wanted += [Right(o, "TOPIC", "", is_prefix=True) for o in ("DESCRIBE", "DESCRIBE_CONFIGS")]
     if role in ("scheduler", "trainer"):
-        wanted.append(may(AclOperation.CREATE, ResourceType.TOPIC, "roles"))
-    admin = AdminClient({"bootstrap.servers": broker.address, **of("admin"), **OPTIONS})
-    for future in admin.create_acls(wanted).values():
-        future.result(10)
-
-
-def of(user: str) -> dict[str, str]:
-    return {
-        "sasl.mechanism": "PLAIN",
-        "sasl.username": user,
-        "sasl.password": f"{user}-secret",
-    }
-
-
-def as_user(user: str) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": "1",
-        "STREAMRFT_KAFKA_USERNAME": user,
-        "STREAMRFT_KAFKA_PASSWORD": f"{user}-secret",
-    }
+        wanted.append(Right("CREATE", "TOPIC", "roles"))
+    grant(broker, "admin", role, [r._replace(name=f"{namespace}.{r.name}") for r in wanted])
 
 
 def start(run: SmallRun, role: str, *words: str) -> subprocess.Popen[bytes]:
@@ -106,7 +55,7 @@ def start(run: SmallRun, role: str, *words: str) -> subprocess.Popen[bytes]:
     with (run.folder / f"{role}.out").open("wb") as out:
         return subprocess.Popen(
             [*run.command(COMMANDS[role], *words), *plugins],
-            env={**os.environ, **as_user(role)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment_of(role)},
             stdout=out,
             stderr=out,
         )
@@ -135,14 +84,16 @@ def test_every_role_works_with_the_rights_of_its_row(secured, small_run, monkeyp
     if engine == "faust":
         pytest.importorskip("faust")
     name = f"small-{secrets.token_hex(4)}"
-    run = small_run({"name": name, "event_log": {"url": secured.url, "options": OPTIONS}}, steps=2)
-    for variable, value in as_user("admin").items():
+    run = small_run(
+        {"name": name, "event_log": {"url": secured.url, "options": IN_THE_CLEAR}}, steps=2
+    )
+    for variable, value in environment_of("admin").items():
         monkeypatch.setenv(variable, value)
     done = run.tool("topics", "apply")
     assert done.returncode == 0, done.stderr
     rows = rights()
     for role in COMMANDS:
-        grant(secured, run.topics.namespace, role, rows[role])
+        grant_row(secured, run.topics.namespace, role, rows[role])
     words = {"join": ("--engine", engine)}
     processes = {role: start(run, role, *words.get(role, ())) for role in COMMANDS}
     try:
@@ -160,8 +111,8 @@ def test_every_role_works_with_the_rights_of_its_row(secured, small_run, monkeyp
 
 
 def test_role_without_a_right_of_its_row_is_told_which(secured, monkeypatch):
-    for variable, value in as_user("explorer").items():
+    for variable, value in environment_of("explorer").items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(AccessDenied, match="nobodys.run.*a right on this"):
-        log = open_log(secured.url, Limits(options=OPTIONS))
+        log = open_log(secured.url, Limits(options=IN_THE_CLEAR))
         log.producer().send("nobodys.run.tasks", b"v", partition=0)

@@ -3,7 +3,6 @@
 import secrets
 
 import pytest
-from kafka_broker import Broker, needs_kafka_home
 from small_run import SmallRun
 
 POINTS = (
@@ -57,17 +56,12 @@ def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
 
 
 @pytest.mark.slow
-def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, tmp_path, on):
-    needs_kafka_home()
-    broker = Broker(tmp_path / "broker").start()
-    try:
-        run = small_run(on(broker.url))
-        process = run.start()
-        run.wait_for(lambda: run.cuts(), "first cut", 120)
-        broker.kill()
-        broker.start()
-        assert process.wait(120) == 0, run.output()
-        run.check_whole()
-        assert run.final_digest() == embedded_digest
-    finally:
-        broker.stop()
+def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, broker, on):
+    run = small_run(on(broker.url))
+    process = run.start()
+    run.wait_for(lambda: run.cuts(), "first cut", 120)
+    broker.kill()
+    broker.start()
+    assert process.wait(120) == 0, run.output()
+    run.check_whole()
+    assert run.final_digest() == embedded_digest

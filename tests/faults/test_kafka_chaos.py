@@ -10,7 +10,6 @@ import chaos_run
 import pytest
 from chaos_run import DRAIN_S, Chaos
 from join_scripts import scored
-from kafka_broker import Broker, needs_kafka_home
 from topic_events import append_events, events_on
 
 from streamrft.schemas import events as ev
@@ -20,15 +19,6 @@ MIN_RATE, FEED_S = 3_000, 4.0
 SEEDS = range(5)
 ENGINES = ("native", "faust")
 CLASSIC = {"event_log": {"options": {"group.protocol": "classic"}}}
-
-
-@pytest.fixture
-def broker(tmp_path):
-    """A broker of this test alone, which it may kill."""
-    needs_kafka_home()
-    broker = Broker(tmp_path / "broker").start()
-    yield broker
-    broker.stop()
 
 
 def seeds(num_quick: int) -> list[Any]:

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from kafka_broker import Broker, needs_kafka_home
 from log_process import Worker, read, wait_for
 
 from streamrft.schemas.errors import Fenced, LogUnavailable
@@ -159,15 +158,6 @@ def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds
         for worker in workers:
             worker.__exit__()
     assert sorted(map(int, values_of(log, copies))) == list(range(num_sent))
-
-
-@pytest.fixture
-def broker(tmp_path):
-    """A broker of this test alone, which it may kill."""
-    needs_kafka_home()
-    broker = Broker(tmp_path / "broker").start()
-    yield broker
-    broker.stop()
 
 
 def test_acknowledged_records_survive_a_killed_broker_and_processes_go_on(broker, tmp_path):

@@ -13,9 +13,8 @@ AWAY_S = 4.0
 @pytest.fixture
 def cluster(tmp_path):
     needs_kafka_home()
-    cluster = Cluster(tmp_path).start()
-    yield cluster
-    cluster.stop()
+    with Cluster(tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "faust"])

@@ -70,6 +70,14 @@ class Broker(broker.Broker):
             more_listeners,
         )
 
+    def __enter__(self) -> Broker:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Killed, since an orderly end waits seconds for clients and nobody reads the folder."""
+        self.kill()
+
 
 class Cluster:
     """Three nodes; a record is acknowledged once two have it, so one may be away."""
@@ -85,7 +93,7 @@ class Cluster:
         }
         self.url = "kafka://" + ",".join(node.address for node in self.nodes.values())
 
-    def start(self) -> Cluster:
+    def __enter__(self) -> Cluster:
         """Start all at once, since none serves alone."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda node: node.start(), self.nodes.values()))
@@ -99,10 +107,9 @@ class Cluster:
         found = admin.list_topics(topic, timeout=30).topics[topic]
         return self.nodes[found.partitions[partition].leader]
 
-    def stop(self) -> None:
-        """An orderly end of all."""
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda node: node.stop(), self.nodes.values()))
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes.values():
+            node.kill()
 
 
 def needs_kafka_home() -> None:
