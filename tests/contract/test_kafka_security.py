@@ -153,6 +153,7 @@ def test_faust_comes_in_over_tls_with_the_same_options_and_environment(open_as, 
     run = JoinRun(log, namespace="alices.run", engine="faust")
     run.send(scored("g1:0:a", 1.0, at=now_ms()))
     run.drive(lambda: run.num("experiences") == 1)
+    assert [e.trajectory_id for e in run.experiences()] == ["g1:0:a"]
 
 
 def test_faust_without_a_right_on_the_group_says_which_is_missing(open_as, secured):

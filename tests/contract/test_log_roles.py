@@ -61,8 +61,11 @@ def test_renewed_lease_is_kept_beyond_its_first_end(place, log, role):
 
 
 def test_roles_are_independent(place, log):
-    for name in ("trainer", "scheduler"):
-        log.acquire(place.name(name), owner=name, ttl_ms=10_000, timeout_ms=0)
+    roles = {place.name("trainer"), place.name("scheduler")}
+    leases = [log.acquire(r, owner="a", ttl_ms=10_000, timeout_ms=0) for r in sorted(roles)]
+    for lease in leases:
+        log.renew(lease)
+    assert {lease.role for lease in leases} == roles
 
 
 def test_fenced_producer_writes_while_the_lease_is_held(log, topic, role):
@@ -113,6 +116,7 @@ def test_role_of_a_killed_process_is_taken_at_once(place, log, topic, role):
 
 def test_role_of_a_killed_process_that_nobody_reaped_is_taken_at_once(place, log, topic, role):
     with place.worker("holder", role, "zombie", "600000", topic) as holder:
-        holder.hear("epoch")
+        epoch = holder.hear("epoch")
         holder.kill()
-        log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=5_000)
+        assert log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=5_000).epoch > epoch
+        assert holder.process.returncode is None

@@ -163,6 +163,7 @@ def test_tombstone_removes_its_key_and_later_itself(short_lived):
     put(producer, topic, [(b"gone.%d" % i, None) for i in range(100)])
     left = {b"kept"} | {b"kept.%d" % i for i in range(1_000)}
     write_until_compacted(log, topic, many, lambda records: {r.key for r in records} == left)
+    assert {r.key for r in read_all(log, topic, 2)} == left
 
 
 def test_tombstone_is_seen_by_readers_for_a_day(log, compacted):

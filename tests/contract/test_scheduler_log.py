@@ -17,12 +17,13 @@ from waiting import until
 from streamrft.producers.scheduler import Scheduler, run_scheduler
 from streamrft.producers.settings import Pacing, SchedulerSettings, TasksetSettings
 from streamrft.producers.tasksets import Tasksets
-from streamrft.schemas import arrays
+from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import Fenced
 from streamrft.schemas.topics import Topics
 from streamrft.streams.log import Log, Partition, open_log, topic_specs
 from streamrft.streams.process import Process
+from streamrft.streams.reading import read_to_end
 
 TOPICS = Topics("p.run")
 E = TypeVar("E", bound=ev.Event)
@@ -189,6 +190,8 @@ def test_poison_records_are_left_out(url, log, tmp_path):
         name = TOPICS.name("tasks")
         ends = [Partition(name, p) for p in range(TOPICS.partitions("tasks"))]
         until(lambda: sum(log.end_offsets(ends).values()) == 3)
+    values = [r.value for r in read_to_end(log, dict.fromkeys(ends, 0)) if r.value != b"poison"]
+    assert sorted(codec.decode(v or b"", ev.Task).row for v in values) == [0, 1]
 
 
 def test_fork_while_it_follows_publishes_abandoned_rows_again(url, log, tmp_path):

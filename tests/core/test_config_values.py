@@ -381,7 +381,9 @@ def test_the_resolved_configuration_shows_every_value_and_no_secret(
 
 def test_words_that_only_look_like_secrets_are_no_secrets(tmp_path: Path) -> None:
     args = {"eos_token": "</s>", "max_tokens": "8", "key": "k"}
-    planned(tmp_path, {"buffer": {"explorer_input": {"taskset": {"workflow_args": args}}}})
+    changes = {"buffer": {"explorer_input": {"taskset": {"workflow_args": args}}}}
+    explorer = planned(tmp_path, changes).stage(None).explorer
+    assert explorer and explorer.tasksets[0].workflow_args == args
 
 
 def test_configuration_is_imported_without_what_roles_need() -> None:

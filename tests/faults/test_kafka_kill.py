@@ -15,6 +15,7 @@ from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 from streamrft.streams.reading import read_to_end
 
 SESSION_MS = 1_500
+ROUNDS = 6
 LIMITS = Limits(session_timeout_ms=SESSION_MS)
 
 
@@ -107,7 +108,8 @@ def test_paused_member_cannot_commit_after_its_successor(kafka_url, log, prefix)
 def test_copiers_killed_and_paused_at_random_copy_every_record_once(
     kafka_url, log, prefix, protocol
 ):
-    copy_under_faults(kafka_url, log, prefix, protocol)
+    copied = copy_under_faults(kafka_url, log, prefix, protocol)
+    assert copied == list(range(200 * ROUNDS))
 
 
 @pytest.mark.slow
@@ -115,12 +117,17 @@ def test_copiers_killed_and_paused_at_random_copy_every_record_once(
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_copiers_copy_every_record_once_over_a_broker_that_dies_too(broker, protocol, seed):
     log = open_log(broker.url, LIMITS)
-    copy_under_faults(broker.url, log, "faults", protocol, broker=broker, seed=seed, rounds=15)
+    told = {"broker": broker, "seed": seed, "rounds": 15}
+    copied = copy_under_faults(broker.url, log, "faults", protocol, **told)
+    assert copied == list(range(200 * 15))
     log.close()
 
 
-def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds=6):
-    """Three copiers, of which one is killed or paused every round, or the broker is."""
+def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds=ROUNDS):
+    """200 numbers a round for three copiers, of which one is killed or paused, or the broker is.
+
+    All that was copied, sorted.
+    """
     randomness = random.Random(f"{protocol}{seed}")
     source, target = f"{prefix}.source", f"{prefix}.target"
     create(log, source)
@@ -157,7 +164,7 @@ def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds
     finally:
         for worker in workers:
             worker.__exit__()
-    assert sorted(map(int, values_of(log, copies))) == list(range(num_sent))
+    return sorted(map(int, values_of(log, copies)))
 
 
 def test_acknowledged_records_survive_a_killed_broker_and_processes_go_on(broker, tmp_path):

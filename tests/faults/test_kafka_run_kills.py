@@ -34,6 +34,7 @@ def test_run_reaches_its_goal_whatever_is_killed(small_run, kafka_url):
     run = small_run(on(kafka_url), steps=STEPS, num_rows=200)
     kill_at_random(run, random.Random(0))
     run.check_whole()
+    assert len(run.cuts()) == STEPS
 
 
 @pytest.mark.slow
