@@ -15,7 +15,7 @@ from itertools import islice
 
 from ..schemas import codec
 from ..schemas import events as ev
-from ..schemas.errors import EventTooLarge, OffsetOutOfRange, StreamrftError, UnknownTopic
+from ..schemas.errors import EventTooLarge, OffsetOutOfRange, StreamrftError, Timeout, UnknownTopic
 from ..schemas.topics import CATALOGUE, Topics
 from ..streams import faults
 from ..streams.dead_letters import REPLAY_HEADER
@@ -116,7 +116,8 @@ class DeadLetters:
     def replay(self, wanted: Selection, *, again: bool = False) -> Iterator[Sent]:
         """Send the chosen letters again, those that were so before only with `again`.
 
-        Every result is told after its transaction. Raises as `letters`.
+        Every result is told after its transaction. Raises as `letters`, and Timeout when Kafka
+        does not show in time that it was sent.
         """
         producer = self._log.producer()
         ended = self._ended_ids(wanted)
@@ -141,17 +142,29 @@ class DeadLetters:
                         results.append(Sent(letter, str(error)))
                 faults.reach("replay.before_commit")
             faults.reach("replay.committed")
-            self._await_notes(before + sum(not sent.refused for sent in results))
             yield from results
+            self._await_notes(before + sum(not sent.refused for sent in results))
 
     def _end(self) -> int:
         place = Partition(self._topics.name("dead_letters"), 0)
         return self._log.end_offsets([place])[place]
 
     def _await_notes(self, end: int) -> None:
-        """Kafka shows a transaction a moment after its commit: the next replay has to see it."""
+        """Kafka shows a transaction a moment after its commit: the next replay has to see it.
+
+        Raises:
+            Timeout: it is not shown, but was sent.
+        """
         deadline = time.monotonic() + _VISIBLE_S
-        while self._end() < end and time.monotonic() < deadline:
+        while (shown := self._end()) < end:
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"the notes of what was sent again: {self._topics.name('dead_letters')} is to "
+                    f"end at {end}, and {shown} is shown",
+                    int(_VISIBLE_S * 1000),
+                    "All that was told is sent. A replay before its notes are shown sends it once "
+                    "more: see `streamrft dead-letters list` first.",
+                )
             time.sleep(0.01)
 
     def _send_one(self, producer: Producer, letter: Letter, ended: set[str]) -> int:

@@ -213,7 +213,7 @@ class Explorer:
                 ended.append(self._loop.outcomes.get(timeout=max(0.0, left_s)))
                 deadline = min(deadline, time.monotonic() + _GATHER_S)
         except queue.Empty:
-            pass
+            pass  # what still runs is gathered by a later turn
         return ended
 
     def _publish(self, ended: list[Outcome]) -> None:

@@ -21,6 +21,7 @@ from join_scripts import rew, scored, traj
 from topic_events import append_events
 from waiting import until
 
+from streamrft.deploy import dead_letters
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.events import now_ms
@@ -252,6 +253,16 @@ def test_what_was_replayed_is_sent_again_only_when_told(cli, run):
     assert cli.run("dead-letters", "replay", "--all", "--again")[0] == 0
     until(lambda: run.num("rewards") == 6)
     assert {letter["num_replays"] for letter in letters(cli)} == {2}
+
+
+def test_a_replay_whose_note_is_not_shown_in_time_says_what_it_waited_for(cli, run, monkeypatch):
+    refuse(run, ("rewards", b'{"value": '))
+    monkeypatch.setattr(dead_letters, "_VISIBLE_S", 0.0)
+    monkeypatch.setattr(dead_letters.DeadLetters, "_end", lambda self: 1)
+    code, out, err = cli.run("dead-letters", "replay", "--all")
+    assert code == 1 and "is to end at 2, and 1 is shown" in err
+    assert out.endswith(".rewards\n")
+    until(lambda: letters(cli)[0]["num_replays"] == 1, "the note of what was sent")
 
 
 @pytest.mark.parametrize("point", ["replay.before_commit", "replay.committed"])
