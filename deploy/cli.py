@@ -21,6 +21,14 @@ _ROLES = {
     "join": "join trajectories with their rewards into experiences",
     "train": "train on experiences and publish checkpoints",
 }
+# commands of Trinity-RFT that this version does not have, and what does their work here
+_ABSENT = {
+    "studio": "a configuration is a YAML file; `streamrft run --dry-run` prints all that it means",
+    "debug": "`streamrft run --dry-run` prints what would run; `streamrft explain ID` tells a path",
+    "view": "`streamrft tail experiences` and `tail trajectories` print what is on the log",
+    "log": "every process writes its own file in <job folder>/log/",
+    "perf": "the programs in benchmarks/ measure",
+}
 _EPILOG = """\
 A run is what its configuration file says it is: give every command the same --config.
 
@@ -33,6 +41,10 @@ A run is what its configuration file says it is: give every command the same --c
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in _ABSENT:
+        print(f"streamrft {words[0]}: not in this version. {_ABSENT[words[0]]}.", file=sys.stderr)
+        return USAGE_ERROR
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -133,6 +145,7 @@ def _add_run(
         help="print what would run, every value, and start nothing",
     )
     run.add_argument("--plain", action="store_true", help="one line a step, no live display")
+    run.add_argument("--dlc", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_status(

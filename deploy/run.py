@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from ..schemas.errors import ConfigError
 from .config.checks import is_secret_name
 from .config.training import groups_a_step
 from .plan import Run, Stage, plan
@@ -14,6 +15,11 @@ from .plan import Run, Stage, plan
 
 def run_command(args: argparse.Namespace) -> int:
     """Run the configuration to its goal; 0 only when it is reached."""
+    if args.dlc:
+        raise ConfigError(
+            "--dlc: it would start a Ray cluster on Alibaba's DLC, and there is no Ray here. Start "
+            "streamrft train, schedule, join and explore on the machines that you have."
+        )
     run = plan(args.config, tuple(args.plugin_dir))
     if args.dry_run:
         for warning in run.warnings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import SmallRun
 
+from streamrft.deploy.cli import main
 from streamrft.schemas import events as ev
 
 FILES = Path(__file__).parents[1] / "data" / "trinity"
@@ -91,6 +93,9 @@ def test_stages_hand_their_weights_on_and_a_kill_in_each_goes_on_in_that_stage(
         assert before in ("", digests[0]), f"{stage} does not begin with the weights before it"
         before = digests[num_steps]
         assert run.tool("status", "--stage", stage).returncode == 0
+    folder, base = str(run.job / "preferences"), os.environ["TRINITY_MODEL_PATH"]
+    words = ["convert", "--checkpoint-dir", folder, "--base-model-dir", base, "--step", "3"]
+    assert main(words) == 0
     said = (run.folder / "run.log").read_text()
     assert said.count("stage sft_warmup: reached its goal before") == 2
     assert said.count("stage rft: reached its goal before") == 1
