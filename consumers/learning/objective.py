@@ -19,6 +19,7 @@ from ..algorithms.build import Algorithm
 from ..algorithms.tokens import Tokens
 from .batches import FlatBatch, Indices, flatten, plan
 from .examples import TrainingExample
+from .preparation import refilled
 
 Floats = npt.NDArray[np.float32]
 
@@ -76,6 +77,8 @@ def prepare(
     if algorithm.advantage is not None:
         values = algorithm.advantage(examples)
     kept = [(e, v) for e, v in zip(examples, values, strict=True) if v is not None]
+    if getattr(algorithm.advantage, "duplicate_experiences", False):
+        kept = refilled(kept, len({e.group_id for e in examples}))
     chosen = [(e, s) for e, _ in kept for s in e.sequences if s.is_trained.any()]
     flat = flatten([s for _, s in chosen], recomputed=algorithm.recomputes_old)
     advantages = _spread([e for e, _ in kept], [v for _, v in kept])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from ..algorithms.tokens import PolicyLoss
 from .examples import TrainingExample, TrainingSequence
 
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 def chosen_for(loss: PolicyLoss, examples: Sequence[TrainingExample]) -> list[TrainingExample]:
@@ -80,6 +83,24 @@ def judged(examples: Sequence[TrainingExample], threshold: float) -> list[Traini
         e if e.preference else dataclasses.replace(e, preference=1 if e.reward > threshold else -1)
         for e in examples
     ]
+
+
+def refilled(
+    kept: Sequence[tuple[TrainingExample, T]], num_groups: int
+) -> list[tuple[TrainingExample, T]]:
+    """What was kept of a batch, and copies of random groups of it until there are `num_groups`.
+
+    Which ones is a function of the ids alone, so that a cut trained again copies the same.
+    """
+    groups: dict[str, list[tuple[TrainingExample, T]]] = {}
+    for example, value in kept:
+        groups.setdefault(example.group_id, []).append((example, value))
+    if not groups:
+        return []
+    chance = np.random.RandomState(zlib.crc32(" ".join(groups).encode()))
+    members = list(groups.values())
+    copies = chance.choice(len(members), num_groups - len(members))
+    return [*kept, *(pair for i in copies for pair in members[i])]
 
 
 def with_measured(

@@ -92,7 +92,7 @@ def test_grpo_at_batch_level_divides_by_the_std_of_all_rewards():
 
 
 def test_grpo_refuses_arguments_that_it_does_not_have():
-    with pytest.raises(ConfigError, match="duplicate_experiences"):
+    with pytest.raises(ConfigError, match="duplicate_experiences fills the places of groups"):
         advantages("grpo", [], duplicate_experiences=True)
     with pytest.raises(ConfigError, match="'epsilom' is unknown. Did you mean 'epsilon'"):
         advantages("grpo", [], epsilom=1.0)

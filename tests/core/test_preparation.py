@@ -12,7 +12,7 @@ from loss_cases import CENTRED, LN2, algorithm, whole_loss, worked
 from streamrft.consumers.algorithms.advantages import token_rewards
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.objective import batch_metrics, length_bias, prepare
-from streamrft.consumers.learning.preparation import penalised, usable, with_measured
+from streamrft.consumers.learning.preparation import penalised, refilled, usable, with_measured
 from streamrft.consumers.settings import FunctionSettings
 
 NO_KL = FunctionSettings("none")
@@ -115,3 +115,35 @@ def test_sequences_at_the_length_limit_are_counted_and_trained_as_others():
     assert batch_metrics(examples)["response_length/clip_ratio"] == pytest.approx(1 / 3)
     chosen = algorithm(advantage_fn=CENTRED, kl_loss_fn=NO_KL)
     assert whole_loss(chosen, examples)[0] == whole_loss(chosen, worked())[0]
+
+
+def three_groups() -> list[TrainingExample]:
+    """The rewards of the second are equal."""
+    rewards = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
+    return [
+        dataclasses.replace(e, group_id=f"g.{n}", group_rewards=r, group_slot_index=i, reward=r[i])
+        for n, r in enumerate(rewards)
+        for i, e in enumerate(worked()[:2])
+    ]
+
+
+def test_a_group_without_a_signal_gives_its_place_to_a_copy_of_another():
+    args = {"std_threshold": 0.0, "duplicate_experiences": True}
+    chosen = algorithm(advantage_fn=FunctionSettings("grpo", args), kl_loss_fn=NO_KL)
+    first, again = prepare(three_groups(), chosen), prepare(three_groups(), chosen)
+    assert first.advantages.tolist() == again.advantages.tolist()
+    good = [
+        pair for pair in zip(three_groups(), range(6), strict=True) if pair[0].group_id != "g.1"
+    ]
+    copies = refilled(good, 3)[4:]
+    assert [n for _, n in copies] in ([0, 1], [4, 5])
+    by_hand = prepare([e for e, _ in [*good, *copies]], algorithm(kl_loss_fn=NO_KL))
+    np.testing.assert_array_equal(first.advantages, by_hand.advantages)
+    np.testing.assert_array_equal(first.weights, by_hand.weights)
+    np.testing.assert_array_equal(first.flat.tokens, by_hand.flat.tokens)
+    assert first.num_trained_examples == 6
+
+
+def test_a_batch_without_any_signal_is_filled_with_nothing():
+    assert refilled([], 3) == []
+    assert {e.group_id for e, _ in refilled([(three_groups()[0], 1.0)], 9)} == {"g.0"}

@@ -25,13 +25,15 @@ class GroupAdvantage:
 
     Args:
         std_threshold: experiences of groups whose std is not above it are left out.
+        duplicate_experiences: other groups of the batch are trained twice in their places, as many
+            and whichever chance has it. See preparation.refilled.
         std_cal_level: `batch` divides by the std of all rewards of the batch's groups.
         rank_penalty: p, r_i becomes r_i (1 - p rank_i / n) before everything else, where rank_i
             is 0 for the member of the lowest mean behaviour log-prob and n members are in the
             batch; filtered siblings keep their reward.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; batch level: arXiv:2508.08221; rank:
-    He et al., "Rewarding the unlikely", arXiv:2506.02355.
+    He et al., "Rewarding the unlikely", arXiv:2506.02355; duplicates: POLARIS, C. An et al., 2025.
     """
 
     epsilon: float = 1e-6
@@ -41,10 +43,10 @@ class GroupAdvantage:
     std_cal_level: Literal["group", "batch"] = "group"
 
     def __post_init__(self) -> None:
-        if self.duplicate_experiences:
+        if self.duplicate_experiences and self.std_threshold is None:
             raise ConfigError(
-                "algorithm.advantage_fn_args: duplicate_experiences is not available, only false "
-                "is: a batch is filled with other groups instead. Remove it."
+                "algorithm.advantage_fn_args: duplicate_experiences fills the places of groups "
+                "that std_threshold leaves out, and there is none. Set it, such as to 0.0."
             )
         if self.std_cal_level not in ("group", "batch"):
             raise ConfigError(
