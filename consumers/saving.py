@@ -25,7 +25,7 @@ from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, sto
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
 from .sources.source import Source
-from .states import States, copied
+from .states import ShardedStates, States, copied, states_of
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
@@ -238,7 +238,7 @@ class Saver:
     def _save(self, step: int, due: _Due) -> Saved:
         """Write and announce while training waits."""
         position = self.source.position()
-        states = States.of(self.learner) if due.is_full else None
+        states = states_of(self.learner, step) if due.is_full else None
         contents = self._contents(self.learner.save_hf, states, step, position)
         saved = self.store.save(contents, **self._terms(step, due), before_place=self.keeper.prove)
         self._publish(step, saved, position)
@@ -250,7 +250,7 @@ class Saver:
         served = None
         if self._is_served(step) and step not in self.announced:
             served = self._save(step, _Due(False))
-        position, states = self.source.position(), States.of(self.learner).copied()
+        position, states = self.source.position(), states_of(self.learner, step, copies=True)
         if served is None:
             weights = copied(self.learner.state_dict())
             save_model = partial(self.learner.save_hf, state=weights)
@@ -303,7 +303,7 @@ class Saver:
     def _contents(
         self,
         save_model: Callable[[Path], str] | None,
-        states: States | None,
+        states: States | ShardedStates | None,
         step: int,
         position: Mapping[str, Any],
     ) -> Contents:

@@ -8,14 +8,13 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import ConfigError, InvalidEvent
+from ...schemas.errors import InvalidEvent
 from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
@@ -41,14 +40,15 @@ from .objective import (
 )
 from .optimizer import ScheduledAdamW
 from .preparation import chosen_for, corrected, penalised, with_measured
-from .ranks import Ranks
+from .ranks import Ranks, seed_of
 from .reproducible import prepare_torch
+from .savable import Savable
 
 # larger micro-batches leave a CPU's cache: 8192 tokens took 1.3 times as long as 2048
 CPU_MICROBATCH_TOKENS = 2048
 
 
-class Learner:
+class Learner(Savable):
     """Model, optimiser and algorithm of one trainer process, or of one rank of several.
 
     `step` may be called with any batch at any step number: the learning rate is a function of
@@ -79,7 +79,7 @@ class Learner:
         self._policy.shard(self._ranks)
         self._optimizer = ScheduledAdamW(
             "policy",
-            (p for p in self.model.parameters() if p.requires_grad),
+            {n: p for n, p in self.model.named_parameters() if p.requires_grad},
             settings.algorithm.optimizer,
             total_steps=total_steps,
             ranks=self._ranks,
@@ -93,6 +93,9 @@ class Learner:
         self._budget = min(budget, CPU_MICROBATCH_TOKENS) if on_cpu else budget
         # nobody takes part before all have loaded
         self._ranks.gathered(None)
+        if self._ranks.rank > 0:
+            # drop-out masks are the rank's own
+            torch.manual_seed(seed_of(settings.seed, self._ranks.rank))
 
     @property
     def model(self) -> Any:
@@ -302,66 +305,6 @@ class Learner:
         measured = metrics.get("actor/kl_loss", math.nan)
         self._optimizer.kept[name] = kl.next_coef(coef, measured, num_examples)
         return {f"actor/{name}": coef}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Weights as model.safetensors holds them: on the CPU, a tied head left out."""
-        with self._ranks.together("state_dict"):
-            return self._policy.state_dict()
-
-    def load_weights(self, state: Mapping[str, Tensor] | None) -> None:
-        """Replace the weights in place; names as in `state_dict`, else ConfigError.
-
-        None on ranks above 0, which are given theirs by rank 0; so in `load_optimizer_state`.
-        """
-        if state is not None:
-            self._policy.check_weights(state)
-        with self._ranks.together("load_weights", state=None):
-            self._policy.load_weights(state)
-
-    def save_hf(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
-        """Write the Hugging Face folder; returns the sha256 of model.safetensors.
-
-        config.json, generation_config.json, tokenizer files, chat_template.jinja and one
-        model.safetensors, whose bytes are a function of the weights alone. `state` is written in
-        place of the present weights; a copy of `state_dict` may be, from another thread too.
-        """
-        return self._policy.save(folder, self.state_dict() if state is None else state)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """For torch.save; loads with weights_only=True. The whole critic is part of it.
-
-        The same whatever the number of ranks, so that another number may go on from it.
-        """
-        with self._ranks.together("optimizer_state"):
-            state = self._optimizer.state()
-            return state if self._critic is None else {**state, "critic": self._critic.state()}
-
-    def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `optimizer_state`."""
-        if state is not None and self._critic is not None and "critic" not in state:
-            raise ConfigError(
-                "algorithm.algorithm_type: the checkpoint has no critic, it was written by another "
-                "algorithm. Begin a new run, with model.model_path the checkpoint's model."
-            )
-        with self._ranks.together("load_optimizer_state", state=None):
-            own = None if state is None else {n: v for n, v in state.items() if n != "critic"}
-            self._optimizer.load_state(own)
-            if self._critic is not None:
-                self._critic.load_state(None if state is None else state["critic"])
-
-    def rng_state(self) -> dict[str, Tensor]:
-        """Random generators of torch, for torch.save."""
-        states = {"cpu": torch.get_rng_state()}
-        if self._policy.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
-
-    def load_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        """Undo `rng_state`."""
-        with self._ranks.together("load_rng_state", state=state):
-            torch.set_rng_state(state["cpu"].cpu())
-            if "cuda" in state and self._policy.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda"].cpu())
 
     def check_ranks(self) -> None:
         """Raise RanksLost when another rank is known to be gone. Cheap."""

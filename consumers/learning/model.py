@@ -114,10 +114,16 @@ class PolicyModel:
         state = remove_tied_weights_from_state_dict(state, self.network)
         return {n: t.cpu().contiguous() for n, t in state.items()}
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, in place, by the names of `state_dict`."""
+        state = {n: t.detach() for n, t in self.network.state_dict().items()}
+        names = self._names or remove_tied_weights_from_state_dict(dict(state), self.network)
+        return {n: state[n] for n in names}
+
     def _gathered(self) -> dict[str, Tensor]:
-        state, kept = self.network.state_dict(), dict[str, Tensor]()
-        for name in self._names:
-            tensor = whole(state[name].detach())
+        kept = dict[str, Tensor]()
+        for name, part in self.named_weights().items():
+            tensor = whole(part)
             if self._ranks.rank == 0:
                 kept[name] = tensor.cpu().contiguous()
         return kept
