@@ -23,15 +23,13 @@ import msgspec
 from ..schemas.errors import StorageUnavailable, StreamrftError
 from ..streams import blobs, faults
 from ..streams.blobs import join_uri, sha256_file, write_bytes
-from ..streams.weights.adapters import ADAPTER_FILE, ADAPTER_FOLDER
 from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE
 from .folders import MANIFEST, Folders, open_folders
 
 logger = logging.getLogger("streamrft")
 
 WEIGHTS = f"{HF_FOLDER}/{WEIGHTS_FILE}"
-ADAPTER = f"{ADAPTER_FOLDER}/{ADAPTER_FILE}"
-BASE = "base_model"
+SHARDS_FOLDER = "dcp"
 META = "trainer_meta.json"
 NUM_SERVED = 4
 _NAME = re.compile(r"global_step_(\d+)(?:\.epoch_(\d+))?\Z")
@@ -55,18 +53,8 @@ class FileEntry(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class BaseModel(msgspec.Struct, frozen=True):
-    """The model that adapters are laid on: a folder like a checkpoint's, and its digest."""
-
-    uri: str
-    digest: str
-
-
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """manifest.json: what makes the folder whole. `rolling`: saved only to shorten a resume.
-
-    `base` stands below an adapter; None for a whole model.
-    """
+    """manifest.json: what makes the folder whole. `rolling`: saved only to shorten a resume."""
 
     kind: Literal["full", "weights"]
     branch: str
@@ -76,13 +64,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     num_threads: int = 0
     rolling: bool = False
-    base: BaseModel | None = None
     versions: dict[str, str] = {}
 
     @property
-    def weights(self) -> str:
-        """Path of the weights in the folder."""
-        return WEIGHTS if self.base is None else ADAPTER
+    def is_sharded(self) -> bool:
+        """Whether each rank wrote its own part of the states."""
+        return f"actor/{SHARDS_FOLDER}/.metadata" in self.files
 
 
 @dataclass(frozen=True)
@@ -100,17 +87,16 @@ class Contents:
     """What goes into a checkpoint.
 
     Args:
-        write_model: fills the folder of the model, or of the adapter, and returns the SHA-256 of
-            its weights; None where they are saved already (`CheckpointStore.complete`).
-        write_states: fills the folder `actor/` with what a resume needs; None for weights only.
+        write_model: fills the Hugging Face folder and returns the SHA-256 of model.safetensors;
+            None where the weights are saved already (`CheckpointStore.complete`).
+        write_states: fills the folder with what a resume needs, None for weights only. Is told
+            where others put files of theirs (`Folders.shared`), and returns those files.
         meta: trainer_meta.json, plain JSON; None for weights only.
-        base: what the weights are an adapter of; None for a whole model.
     """
 
     write_model: Callable[[Path], str] | None
-    write_states: Callable[[Path], None] | None = None
+    write_states: Callable[[Path, str], Mapping[str, FileEntry]] | None = None
     meta: Mapping[str, Any] | None = None
-    base: BaseModel | None = None
 
 
 class CheckpointStore:
@@ -141,17 +127,16 @@ class CheckpointStore:
         """
         name = f"global_step_{step}"
         with self._staged(name, epoch) as staged:
-            digest, path = self._fill(staged, contents, step)
+            digest, others = self._fill(staged, contents, step, epoch)
             manifest = Manifest(
                 kind="weights" if contents.write_states is None else "full",
                 branch=self.branch,
                 step=step,
                 epoch=epoch,
-                files=_entries(staged, {path: digest}),
+                files=_entries(staged, {WEIGHTS: digest}, others),
                 digest=digest,
                 num_threads=num_threads,
                 rolling=is_rolling,
-                base=contents.base,
                 versions=_versions(),
             )
             _write_manifest(staged, manifest)
@@ -180,8 +165,9 @@ class CheckpointStore:
         if served.manifest.kind == "full":
             return served
         with self._staged(f"global_step_{step}", epoch) as staged:
-            self._fill_states(staged, contents, step)
-            added = _entries(staged, {})
+            into = self.folders.shared(staged, served.name, served.manifest.epoch) and served.uri
+            others = self._fill_states(staged, contents, step, into)
+            added = _entries(staged, {}, others)
             manifest = msgspec.structs.replace(
                 served.manifest,
                 kind="full",
@@ -215,11 +201,14 @@ class CheckpointStore:
         self._known.clear()
         return self._listed()
 
-    def _listed(self) -> list[Saved]:
-        """The same, but a folder that was looked at before is not looked into again."""
+    def _listed(self, *, without: str = "") -> list[Saved]:
+        """The same, but a folder that was looked at before is not looked into again.
+
+        `without` is one that is being filled where it stands, and not whole yet.
+        """
         known = {}
         for name in self.folders.names():
-            if _NAME.match(name):
+            if _NAME.match(name) and name != without:
                 try:
                     known[name] = self._known.get(name) or self.look(name)
                 except CheckpointBroken as error:
@@ -248,13 +237,18 @@ class CheckpointStore:
         return Saved(uri, name, manifest, hashlib.sha256(text).hexdigest())
 
     def fetch(self, saved: Saved, into: Path) -> Path:
-        """A local folder with all its files, every SHA-256 verified.
+        """A local folder with its files, every SHA-256 verified; of one in shards, without these.
 
         Raises:
             CheckpointBroken: a file has other contents than the manifest says.
         """
-        folder = self.folders.fetch(saved.name, saved.manifest.files, into)
-        for path, entry in saved.manifest.files.items():
+        files = saved.manifest.files
+        if saved.manifest.is_sharded:
+            # each rank reads its own, and no other weights are needed
+            files = {p: e for p, e in files.items() if f"/{SHARDS_FOLDER}/" not in p}
+            files.pop(WEIGHTS, None)
+        folder = self.folders.fetch(saved.name, files, into)
+        for path, entry in files.items():
             if (found := sha256_file(folder / path)) != entry.sha256:
                 raise CheckpointBroken(
                     f"{saved.uri}/{path} has SHA-256 {found[:12]}, its manifest says "
@@ -285,29 +279,36 @@ class CheckpointStore:
         for name in self.folders.remove_staged():
             logger.info("removed %s/%s, which a dead trainer left half written", self.branch, name)
 
-    def _fill(self, staged: Path, contents: Contents, step: int) -> tuple[str, str]:
-        """Digest of the weights, and their path."""
+    def _fill(
+        self, staged: Path, contents: Contents, step: int, epoch: int
+    ) -> tuple[str, Mapping[str, FileEntry]]:
         assert contents.write_model is not None
-        path = WEIGHTS if contents.base is None else ADAPTER
-        digest = contents.write_model(_subfolder(staged, path.rpartition("/")[0]))
+        digest = contents.write_model(_subfolder(staged, HF_FOLDER))
         faults.reach("checkpoint.weights_written", step)
-        if contents.write_states is not None:
-            self._fill_states(staged, contents, step)
-        return digest, path
+        if contents.write_states is None:
+            return digest, {}
+        into = self.folders.shared(staged, f"global_step_{step}", epoch)
+        return digest, self._fill_states(staged, contents, step, into)
 
-    def _fill_states(self, staged: Path, contents: Contents, step: int) -> None:
+    def _fill_states(
+        self, staged: Path, contents: Contents, step: int, into: str
+    ) -> Mapping[str, FileEntry]:
         assert contents.write_states is not None
-        contents.write_states(_subfolder(staged, "actor"))
+        _subfolder(staged, "actor")
+        others = contents.write_states(staged, into)
         (staged / META).write_bytes(msgspec.json.encode(dict(contents.meta or {})))
         faults.reach("checkpoint.state_written", step)
+        return others
 
     def _place(self, staged: Path, name: str, manifest: Manifest) -> Saved:
-        there = [s for s in self._listed() if s.manifest.step == manifest.step]
+        is_apart = any(not (staged / path).exists() for path in manifest.files)
+        filled = f"{name}.epoch_{manifest.epoch}" if is_apart else ""
+        there = [s for s in self._listed(without=filled) if s.manifest.step == manifest.step]
         same = next((s for s in there if s.manifest.digest == manifest.digest), None)
         if same is not None and manifest.kind == "weights":
             return same
-        if same is not None and same.manifest.kind == "weights":
-            states = [p for p in manifest.files if p not in same.manifest.files]
+        if same is not None and same.manifest.kind == "weights" and not is_apart:
+            states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
             return self._upgrade(staged, same, states)
         if not there and name in self.folders.names():
             self.folders.remove(name)
@@ -315,7 +316,8 @@ class CheckpointStore:
         return self.look(uri.rsplit("/", 1)[-1])
 
     def _upgrade(self, staged: Path, served: Saved, files: Iterable[str]) -> Saved:
-        self.folders.upgrade(staged, served.uri, files)
+        # what is not here was put in its place by others
+        self.folders.upgrade(staged, served.uri, [f for f in files if (staged / f).exists()])
         self._known.pop(served.name, None)
         return self.look(served.name)
 
@@ -332,12 +334,17 @@ def _subfolder(folder: Path, path: str) -> Path:
     return folder / path
 
 
-def _entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
-    entries = {}
+def _entries(
+    folder: Path, digests: Mapping[str, str], known: Mapping[str, FileEntry]
+) -> dict[str, FileEntry]:
+    """Every file with its SHA-256; `known` ones are not read again, and may lie elsewhere."""
+    entries = dict(known)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
-        entries[name] = FileEntry(path.stat().st_size, known.get(name) or sha256_file(path))
-    return entries
+        if name not in entries:
+            digest = digests.get(name) or sha256_file(path)
+            entries[name] = FileEntry(path.stat().st_size, digest)
+    return dict(sorted(entries.items()))
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -345,7 +352,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _versions() -> dict[str, str]:
-    names = ("streamrft", "torch", "transformers", "safetensors", "peft")
+    names = ("streamrft", "torch", "transformers", "safetensors")
     found = {d: metadata.version(d) for d in names if _is_installed(d)}
     return found | {"python": platform.python_version()}
 

@@ -33,6 +33,10 @@ class Folders(Protocol):
         """Move `files`, then the manifest, into the folder at `uri`; the rest of it stays."""
         ...
 
+    def shared(self, staged: Path, name: str, epoch: int) -> str:
+        """Where others put files of theirs for `staged`: a URI, or empty for the folder itself."""
+        ...
+
     def names(self) -> list[str]:
         """Folders here; empty when nothing was ever saved."""
         ...
@@ -102,6 +106,10 @@ class LocalFolders:
             os.replace(staged / path, target)
             sync(target.parent)
 
+    def shared(self, staged: Path, name: str, epoch: int) -> str:
+        """The working folder, on a disk that all see."""
+        return ""
+
     def names(self) -> list[str]:
         """Folders here, working folders left out."""
         if not self.root.is_dir():
@@ -149,15 +157,17 @@ class RemoteFolders:
 
     def place(self, staged: Path, name: str, epoch: int) -> str:
         """Upload as `<name>.epoch_<epoch>`."""
-        uri = f"{self.uri}/{name}.epoch_{epoch}"
+        uri = self.shared(staged, name, epoch)
         self.upgrade(staged, uri, _files(staged))
         return uri
 
     def upgrade(self, staged: Path, uri: str, files: Iterable[str]) -> None:
         """Upload `files`, then the manifest."""
-        with _answering(uri):
-            for path in [*files, MANIFEST]:
-                self._fs.put_file(str(staged / path), f"{self._fs._strip_protocol(uri)}/{path}")
+        upload(staged, uri, [*files, MANIFEST])
+
+    def shared(self, staged: Path, name: str, epoch: int) -> str:
+        """Where `place` uploads to."""
+        return f"{self.uri}/{name}.epoch_{epoch}"
 
     def names(self) -> list[str]:
         """Folders here."""
@@ -203,6 +213,14 @@ class RemoteFolders:
             for name in left:
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
         return left
+
+
+def upload(folder: Path, uri: str, paths: Iterable[str]) -> None:
+    """Put files of a local folder under a URI, one after the other. Raises StorageUnavailable."""
+    fs, root = open_storage(uri)
+    with _answering(uri):
+        for path in paths:
+            fs.put_file(str(folder / path), f"{root}/{path}")
 
 
 @contextmanager

@@ -13,8 +13,7 @@ import msgspec
 from ..schemas.errors import ConfigError
 from ..schemas.events import Branch
 from ..streams.lineage import Lineage
-from .bases import load_weights
-from .checkpoints import META, CheckpointBroken, CheckpointStore, Saved
+from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
 from .recorded import History
 from .states import EXTRA_FILE, OPTIMIZER_FILE
 
@@ -47,21 +46,32 @@ def load_newest(
     learner: Learner, candidates: Iterable[tuple[CheckpointStore, Saved]]
 ) -> Base | None:
     """Load the first checkpoint whose every SHA-256 is right; returns it with its metadata."""
-    import torch
-
     for store, saved in candidates:
         with tempfile.TemporaryDirectory(prefix="streamrft.") as into:
             try:
                 folder = store.fetch(saved, Path(into))
+                _load(learner, store, saved, folder)
             except CheckpointBroken as error:
                 logger.error("%s is left aside: %s", saved.uri, error)
                 continue
-            load_weights(learner, folder, saved.manifest)
-            actor = folder / "actor"
-            learner.load_optimizer_state(torch.load(actor / OPTIMIZER_FILE, weights_only=True))
-            learner.load_rng_state(torch.load(actor / EXTRA_FILE, weights_only=True)["rng"])
             return Base(saved, msgspec.json.decode((folder / META).read_bytes()))
     return None
+
+
+def _load(learner: Learner, store: CheckpointStore, saved: Saved, folder: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    extra = torch.load(folder / "actor" / EXTRA_FILE, weights_only=True)
+    if saved.manifest.is_sharded:
+        learner.load_shards(store.folders.uri, saved.name, saved.manifest.files, extra)
+        return
+    learner.load_weights(load_file(folder / WEIGHTS))
+    states = torch.load(folder / "actor" / OPTIMIZER_FILE, weights_only=True)
+    learner.load_optimizer_state(states)
+    rng = extra["rng"]
+    # checkpoints of one process held no list
+    learner.load_rng_state([rng] if isinstance(rng, dict) else rng)
 
 
 def check_fork(fork: Branch, uri: str, history: History) -> None:

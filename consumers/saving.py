@@ -21,18 +21,11 @@ from ..streams import faults
 from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
 from .background import BackgroundSave
-from .checkpoints import (
-    BaseModel,
-    CheckpointFailed,
-    CheckpointStore,
-    Contents,
-    Saved,
-    storage_errors,
-)
+from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
 from .sources.source import Source
-from .states import States, copied
+from .states import ShardedStates, States, copied, states_of
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
@@ -66,8 +59,6 @@ class _Owed:
 class Saver:
     """Saves and announces what a step made. `announced`: version -> its first announcement.
 
-    `base` is the model below the adapter, where one is trained.
-
     A version that was announced keeps its bytes: made again after a crash it is compared; another
     digest is reported, and training goes on from the announced weights, which explorers serve.
     """
@@ -81,7 +72,6 @@ class Saver:
     announced: dict[int, Checkpoint]
     steps_in_use: Callable[[], Collection[int]] = tuple
     newest_full: Saved | None = None
-    base: BaseModel | None = None
     _owed: _Owed | None = None
     _writing: BackgroundSave | None = None
     _last_full: float = field(default_factory=time.monotonic)
@@ -161,7 +151,6 @@ class Saver:
 
     def announce(self, saved: Saved, branch: str) -> None:
         """Publish the Checkpoint event of a whole folder on `branch`; readers take repeats."""
-        base = saved.manifest.base
         event = Checkpoint(
             branch=branch,
             step=saved.manifest.step,
@@ -171,8 +160,6 @@ class Saver:
             manifest_sha256=saved.manifest_sha256,
             epoch=self.announcer.epoch,
             produced_at=now_ms(),
-            base_uri=base.uri if base else "",
-            base_digest=base.digest if base else "",
         )
         self.announcer.publish("checkpoints", event)
         self.announced.setdefault(event.step, event)
@@ -251,7 +238,7 @@ class Saver:
     def _save(self, step: int, due: _Due) -> Saved:
         """Write and announce while training waits."""
         position = self.source.position()
-        states = States.of(self.learner) if due.is_full else None
+        states = states_of(self.learner, step) if due.is_full else None
         contents = self._contents(self.learner.save_hf, states, step, position)
         saved = self.store.save(contents, **self._terms(step, due), before_place=self.keeper.prove)
         self._publish(step, saved, position)
@@ -263,7 +250,7 @@ class Saver:
         served = None
         if self._is_served(step) and step not in self.announced:
             served = self._save(step, _Due(False))
-        position, states = self.source.position(), States.of(self.learner).copied()
+        position, states = self.source.position(), states_of(self.learner, step, copies=True)
         if served is None:
             weights = copied(self.learner.state_dict())
             save_model = partial(self.learner.save_hf, state=weights)
@@ -316,14 +303,14 @@ class Saver:
     def _contents(
         self,
         save_model: Callable[[Path], str] | None,
-        states: States | None,
+        states: States | ShardedStates | None,
         step: int,
         position: Mapping[str, Any],
     ) -> Contents:
         if states is None:
-            return Contents(save_model, base=self.base)
+            return Contents(save_model)
         meta = {"latest_iteration": step, "branch": self.store.branch, "position": position}
-        return Contents(save_model, states.write, meta, self.base)
+        return Contents(save_model, states.write, meta)
 
     def _terms(self, step: int, due: _Due) -> dict[str, Any]:
         return {

@@ -80,31 +80,12 @@ class SftSource:
 
 
 @dataclass(frozen=True)
-class LoraSettings:
-    """The adapter that is trained in place of the weights; model.lora_configs[0].
-
-    Args:
-        rank, alpha: the update of a weight is (alpha / rank) B A. None: 32, or the start's.
-        target_modules: all-linear, names of modules, or one regular expression.
-        exclude_modules: names of modules that are left out, or one regular expression.
-        base_model_name: what adapter_config.json calls the model below it.
-    """
-
-    rank: int | None = None
-    alpha: float | None = None
-    target_modules: str | tuple[str, ...] | None = None
-    exclude_modules: str | tuple[str, ...] | None = None
-    base_model_name: str = ""
-
-
-@dataclass(frozen=True)
 class TrainerSettings:
     """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
 
     `async_save` writes the states of a full checkpoint while training goes on.
     `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
-    first `critic_warmup` steps. `lora` trains an adapter alone; `start_adapter`, a folder of peft,
-    is where it begins, or without `lora` is merged into the model first.
+    first `critic_warmup` steps.
     """
 
     model_path: str
@@ -135,5 +116,3 @@ class TrainerSettings:
     chat_template: str | None = None
     critic_model_path: str | None = None
     critic_warmup: int = 0
-    lora: LoraSettings | None = None
-    start_adapter: str | None = None

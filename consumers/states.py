@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .checkpoints import FileEntry
+
 if TYPE_CHECKING:
     from .learning.learner import Learner
 
@@ -18,21 +20,43 @@ class States:
     """Optimiser and random state of one moment."""
 
     optimizer: dict[str, Any]
-    rng: dict[str, Any]
-
-    @classmethod
-    def of(cls, learner: Learner) -> States:
-        """The learner's own tensors: good until its next step."""
-        return cls(learner.optimizer_state(), learner.rng_state())
+    rng: list[dict[str, Any]]
 
     def copied(self) -> States:
         """The same values in memory of their own, whatever the learner does next."""
         return States(copied(self.optimizer), copied(self.rng))
 
-    def write(self, folder: Path) -> None:
-        """Fill the folder `actor/`; both files load with weights_only=True. Raises OSError."""
-        write_tensors(self.optimizer, folder / OPTIMIZER_FILE)
-        write_tensors({"rng": self.rng}, folder / EXTRA_FILE)
+    def write(self, folder: Path, into: str) -> dict[str, FileEntry]:
+        """Fill the folder `actor/` of a checkpoint, see Contents. Raises OSError.
+
+        Both files load with weights_only=True.
+        """
+        write_tensors(self.optimizer, folder / "actor" / OPTIMIZER_FILE)
+        write_tensors({"rng": self.rng}, folder / "actor" / EXTRA_FILE)
+        return {}
+
+
+@dataclass(frozen=True)
+class ShardedStates:
+    """The same of several ranks, each of which captured its own part and writes it."""
+
+    learner: Learner
+    extra: dict[str, Any]
+
+    def write(self, folder: Path, into: str) -> dict[str, FileEntry]:
+        """As `States.write`; what is small lies in one file. Raises OSError, RanksLost."""
+        from .learning.sharded import Place
+
+        write_tensors(self.extra, folder / "actor" / EXTRA_FILE)
+        return self.learner.write_shards(Place(str(folder), into))
+
+
+def states_of(learner: Learner, step: int, *, copies: bool = False) -> States | ShardedStates:
+    """What `learner` holds after `step`; without copies it is good until the next one."""
+    if learner.num_ranks > 1:
+        return ShardedStates(learner, learner.capture_shards(step=step, copies=copies))
+    states = States(learner.optimizer_state(), learner.rng_state())
+    return states.copied() if copies else states
 
 
 def write_tensors(values: Any, path: Path) -> None:
@@ -42,9 +66,14 @@ def write_tensors(values: Any, path: Path) -> None:
     try:
         with path.open("wb") as file:
             torch.save(values, file)
-    except RuntimeError as error:  # torch's writer trips over what it could not write
-        why = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise OSError(f"{path}: {why}") from error
+    except RuntimeError as error:
+        raise disk_error(error, str(path)) from error
+
+
+def disk_error(error: Exception, where: str) -> OSError:
+    """What torch's writers make of a full disk: they trip over what they could not write."""
+    why = error.__context__ if isinstance(error.__context__, OSError) else error
+    return OSError(f"{where}: {why}")
 
 
 def copied(value: Any) -> Any:

@@ -12,7 +12,6 @@ from ..streams.log import Record
 from ..streams.process import Process
 from ..streams.rows import Row, Rows, open_rows, to_json
 from .announcer import Announcer
-from .bases import save_base
 from .checkpoints import CheckpointStore
 from .learning.examples import TrainingExample
 from .learning.learner import Learner
@@ -126,17 +125,10 @@ def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
     saver.store.remove_staged()
     if fork is not None:
         saver.announcer.publish("checkpoints", fork)
-    if base is not None:
-        saver.base = base.saved.manifest.base
+    if base is None:
+        saver.after_step(0, is_last=False)
+    else:
         saver.go_on_from(base.saved)
-        return
-    saver.base = save_base(
-        saver.learner,
-        saver.settings.checkpoint_uri,
-        epoch=saver.announcer.epoch,
-        before_place=saver.keeper.prove,
-    )
-    saver.after_step(0, is_last=False)
 
 
 def _online_source(

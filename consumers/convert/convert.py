@@ -16,7 +16,6 @@ import msgspec
 import torch
 
 from ..checkpoints import Manifest as StepManifest
-from .adapters import MergedAdapter, base_folder, is_adapter
 from .errors import ConvertFailed
 from .find import Found, find
 from .layout import Layout, Piece, Source
@@ -100,8 +99,6 @@ def _one(found: Found, request: Request) -> Outcome:
         return Outcome("present", target_folder, f"as {MANIFEST} says")
     if _is_own(found):
         return Outcome("present", target_folder, "saved as a Hugging Face folder")
-    if is_adapter(found, is_converted=manifest is not None):
-        return _merged(found, request)
     opener = detect(found.folder)
     if opener is None:
         return _without_shards(found, request, target_folder)
@@ -112,14 +109,6 @@ def _one(found: Found, request: Request) -> Outcome:
     _check_base(request.base, target, found.role)
     source = opener(target)
     return _write(found, source, target, small, request)
-
-
-def _merged(found: Found, request: Request) -> Outcome:
-    base = base_folder(found, request.base)
-    small = small_files(base, request.base)
-    target = read_target(small[CONFIG], found.role)
-    _check_base(request.base, target, found.role)
-    return _write(found, MergedAdapter(found.folder, base, target), target, small, request)
 
 
 def _lacks(folder: Path, base: Path | None) -> bool:

@@ -6,7 +6,7 @@ N trained tokens of a batch, n of them in a micro-batch, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from .model import PolicyModel
 from .optimizer import ScheduledAdamW
 from .ranks import Ranks
 
+# the output layer's names in transformers' token classifiers; ours has no bias
+HEAD, BIAS = "score.weight", "score.bias"
+
 
 class Critic:
     """A network of the policy's kind with one output, and its own AdamW of the same settings.
@@ -37,14 +40,8 @@ class Critic:
         self, settings: TrainerSettings, *, total_steps: int | None, ranks: Ranks | None = None
     ) -> None:
         """Load from `settings.critic_model_path`, or else from `settings.model_path`."""
-        own = settings.critic_model_path
-        whole = dataclasses.replace(
-            settings,
-            model_path=own or settings.model_path,
-            lora=None,
-            start_adapter=None if own else settings.start_adapter,
-        )
-        self._backbone = PolicyModel(whole)
+        path = settings.critic_model_path or settings.model_path
+        self._backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
         self._ranks = ranks or Ranks()
         network = self._backbone.network
         size = int(network.get_output_embeddings().weight.shape[1])
@@ -52,9 +49,9 @@ class Critic:
         torch.nn.init.zeros_(self._head.weight)
         self._backbone.shard(self._ranks)
         self._ranks.shard(self._head)
-        self._optimizer = ScheduledAdamW(
+        self.optimizer = ScheduledAdamW(
             "critic",
-            [*network.base_model.parameters(), *self._head.parameters()],
+            dict(self._named_parameters()),
             settings.algorithm.optimizer,
             total_steps=total_steps,
             ranks=self._ranks,
@@ -86,7 +83,7 @@ class Critic:
             return {}
         old = np.concatenate([trained(e, "values") for e in examples]).astype(np.float32)
         returns = old + np.concatenate([advantage.raw(e) for e in examples]).astype(np.float32)
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         total = 0.0
         for rows in self._ranks.plan(flat.lengths, budget):
             batch = DeviceBatch(assemble(flat, rows), flat, self._backbone.device)
@@ -99,7 +96,7 @@ class Critic:
         total = sum(self._ranks.gathered(total))
         return {
             "critic/vf_loss": total,
-            "critic/grad_norm": self._optimizer.update(step).grad_norm,
+            "critic/grad_norm": self.optimizer.update(step).grad_norm,
             "critic/vpred_mean": float(old.mean()),
             "critic/vf_explained_var": _explained(returns, old),
         }
@@ -109,8 +106,21 @@ class Critic:
         return {
             "network": self._backbone.state_dict(),
             "head": shards.whole(self._head.weight.detach()).cpu().clone(),
-            "optimizer": self._optimizer.state(),
+            "optimizer": self.optimizer.state(),
         }
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        network = self._backbone.network
+        prefix = network.base_model_prefix
+        yield from network.base_model.named_parameters(prefix=prefix)
+        yield HEAD, self._head.weight
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, in place, named as in a token classifier."""
+        prefix = f"{self._backbone.network.base_model_prefix}."
+        names = self._backbone.named_weights()
+        weights = {n: t for n, t in names.items() if n.startswith(prefix)}
+        return {**weights, HEAD: self._head.weight.detach(), BIAS: torch.zeros(1)}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Undo `state`; None on ranks above 0, which are sent their shards."""
@@ -118,7 +128,7 @@ class Critic:
         head = self._ranks.scattered(None if state is None else state["head"], self._head.weight)
         with torch.no_grad():
             self._head.weight.copy_(head)
-        self._optimizer.load_state(None if state is None else state["optimizer"])
+        self.optimizer.load_state(None if state is None else state["optimizer"])
 
 
 def _explained(returns: np.ndarray, values: np.ndarray) -> float:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import ConfigError, InvalidEvent
+from ...schemas.errors import InvalidEvent
 from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.build import build_algorithm
 from ..algorithms.catalogue import check_sources
@@ -40,20 +40,20 @@ from .objective import (
 )
 from .optimizer import ScheduledAdamW
 from .preparation import chosen_for, corrected, penalised, with_measured
-from .ranks import Ranks
+from .ranks import Ranks, seed_of
 from .reproducible import prepare_torch
+from .savable import Savable
 
 # larger micro-batches leave a CPU's cache: 8192 tokens took 1.3 times as long as 2048
 CPU_MICROBATCH_TOKENS = 2048
 
 
-class Learner:
+class Learner(Savable):
     """Model, optimiser and algorithm of one trainer process, or of one rank of several.
 
     `step` may be called with any batch at any step number: the learning rate is a function of
     the step, so that weights, `optimizer_state` and `rng_state` are all there is to save.
-    The reference model of a KL term is the policy that training began with: the model as loaded
-    from `settings.model_path`, with the adapter of `settings.start_adapter` if there is one.
+    The reference model of a KL term is the model as loaded from `settings.model_path`.
     """
 
     def __init__(
@@ -75,12 +75,11 @@ class Learner:
         schedules.check(settings.algorithm.optimizer, total_steps)
         prepare_torch(settings)
         self._policy = PolicyModel(settings)
-        if self.algorithm.needs_reference:
-            self._policy.keep_reference()
+        self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
         self._policy.shard(self._ranks)
         self._optimizer = ScheduledAdamW(
             "policy",
-            (p for p in self.model.parameters() if p.requires_grad),
+            {n: p for n, p in self.model.named_parameters() if p.requires_grad},
             settings.algorithm.optimizer,
             total_steps=total_steps,
             ranks=self._ranks,
@@ -94,16 +93,14 @@ class Learner:
         self._budget = min(budget, CPU_MICROBATCH_TOKENS) if on_cpu else budget
         # nobody takes part before all have loaded
         self._ranks.gathered(None)
+        if self._ranks.rank > 0:
+            # drop-out masks are the rank's own
+            torch.manual_seed(seed_of(settings.seed, self._ranks.rank))
 
     @property
     def model(self) -> Any:
         """The transformers model."""
         return self._policy.network
-
-    @property
-    def policy(self) -> PolicyModel:
-        """The model, and how it is saved."""
-        return self._policy
 
     @property
     def tokenizer(self) -> Any:
@@ -222,7 +219,7 @@ class Learner:
         found = dict[str, Tensor]()
         with self._policy.autocast():
             if "ref_logprobs" in wanted:
-                found["ref_logprobs"] = self._ref_logprobs(batch)
+                found["ref_logprobs"], _ = self._logprobs(batch, self._reference)
             if self._critic is not None:
                 found["values"] = self._critic.values(batch)
             if "entropies" in wanted:
@@ -251,7 +248,8 @@ class Learner:
         with self._policy.autocast():
             ref_logprobs = None
             if self.algorithm.reads_reference:
-                ref_logprobs = self._ref_logprobs(batch)
+                with torch.no_grad():
+                    ref_logprobs, _ = self._logprobs(batch, self._reference)
             logprobs, entropies = self._logprobs(
                 batch, self.model, with_entropy=self.algorithm.entropy.is_active
             )
@@ -269,11 +267,6 @@ class Learner:
         loss, metrics = micro_loss(self.algorithm, tokens, terms)
         loss.backward()
         totals.add(metrics, len(micro.targets))
-
-    @torch.no_grad()
-    def _ref_logprobs(self, batch: DeviceBatch) -> Tensor:
-        with self._policy.reference() as network:
-            return self._logprobs(batch, network)[0]
 
     def _logprobs(
         self, batch: DeviceBatch, network: Any, *, with_entropy: bool = False
@@ -313,69 +306,6 @@ class Learner:
         self._optimizer.kept[name] = kl.next_coef(coef, measured, num_examples)
         return {f"actor/{name}": coef}
 
-    def state_dict(self, *, is_base: bool = False) -> dict[str, Tensor]:
-        """What is trained as its file holds it: on the CPU, a tied head left out.
-
-        `is_base` gives the model below an adapter.
-        """
-        with self._ranks.together("state_dict", is_base=is_base):
-            return self._policy.state_dict(is_base=is_base)
-
-    def load_weights(self, state: Mapping[str, Tensor] | None, *, is_base: bool = False) -> None:
-        """Replace the weights in place; names as in `state_dict`, else ConfigError.
-
-        None on ranks above 0, which are given theirs by rank 0; so in `load_optimizer_state`.
-        """
-        if state is not None:
-            self._policy.check_weights(state, is_base=is_base)
-        with self._ranks.together("load_weights", state=None, is_base=is_base):
-            self._policy.load_weights(state, is_base=is_base)
-
-    def save_hf(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
-        """Write the Hugging Face folder, or peft's; returns the sha256 of its safetensors.
-
-        config.json, generation_config.json, tokenizer files, chat_template.jinja and one
-        model.safetensors, whose bytes are a function of the weights alone. `state` is written in
-        place of the present weights; a copy of `state_dict` may be, from another thread too.
-        """
-        return self._policy.save(folder, self.state_dict() if state is None else state)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """For torch.save; loads with weights_only=True. The whole critic is part of it.
-
-        The same whatever the number of ranks, so that another number may go on from it.
-        """
-        with self._ranks.together("optimizer_state"):
-            state = self._optimizer.state()
-            return state if self._critic is None else {**state, "critic": self._critic.state()}
-
-    def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `optimizer_state`."""
-        if state is not None and self._critic is not None and "critic" not in state:
-            raise ConfigError(
-                "algorithm.algorithm_type: the checkpoint has no critic, it was written by another "
-                "algorithm. Begin a new run, with model.model_path the checkpoint's model."
-            )
-        with self._ranks.together("load_optimizer_state", state=None):
-            own = None if state is None else {n: v for n, v in state.items() if n != "critic"}
-            self._optimizer.load_state(own)
-            if self._critic is not None:
-                self._critic.load_state(None if state is None else state["critic"])
-
-    def rng_state(self) -> dict[str, Tensor]:
-        """Random generators of torch, for torch.save."""
-        states = {"cpu": torch.get_rng_state()}
-        if self._policy.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
-
-    def load_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        """Undo `rng_state`."""
-        with self._ranks.together("load_rng_state", state=state):
-            torch.set_rng_state(state["cpu"].cpu())
-            if "cuda" in state and self._policy.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda"].cpu())
-
     def check_ranks(self) -> None:
         """Raise RanksLost when another rank is known to be gone. Cheap."""
         self._ranks.check()
@@ -385,6 +315,11 @@ class Learner:
         while (order := self._ranks.next_order()) is not None:
             name, arguments = order
             getattr(self, name)(**arguments)
+
+    def _frozen_copy(self) -> Any:
+        network = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self._ranks.shard(network)
+        return network
 
 
 def _check_sources(settings: AlgorithmSettings) -> None:

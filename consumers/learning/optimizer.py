@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class ScheduledAdamW:
     def __init__(
         self,
         name: str,
-        parameters: Iterable[Tensor],
+        parameters: Mapping[str, Tensor],
         settings: OptimizerSettings,
         *,
         total_steps: int | None,
@@ -41,7 +41,8 @@ class ScheduledAdamW:
     ) -> None:
         """`name` of the model, for people; `settings` were checked by `schedules.check`."""
         self._name, self._settings, self._total_steps = name, settings, total_steps
-        self._parameters, self._ranks = list(parameters), ranks
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._ranks = ranks
         self._adamw = torch.optim.AdamW(
             self._parameters,
             lr=settings.lr,
@@ -87,3 +88,31 @@ class ScheduledAdamW:
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Undo `state`; None on ranks above 0, which are sent their shards."""
         shards.load_optimizer_state(self._adamw, state, self._ranks)
+
+    def outline(self) -> dict[str, Any]:
+        """What is not sharded: `state` with None for each moment."""
+        return shards.outline(self._adamw.state_dict())
+
+    def moments(self, outline: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """This rank's part of each moment, `<parameter>.<moment>`.
+
+        With an outline, what has the shape and place of each moment that it names.
+        """
+        found = self._adamw.state_dict() if outline is None else outline
+        return {
+            f"{self._names[i]}.{name}": self._parameters[i] if v is None else v
+            for i, values in found["state"].items()
+            for name, v in values.items()
+            if v is None or v.ndim
+        }
+
+    def load_outline(self, outline: Mapping[str, Any]) -> None:
+        """Take over what `outline` gave; the moments are 0 until they are filled (`moments`)."""
+        moments = {
+            i: {
+                name: torch.zeros_like(self._parameters[i]) if value is None else value
+                for name, value in values.items()
+            }
+            for i, values in outline["state"].items()
+        }
+        self._adamw.load_state_dict({**outline, "state": moments})

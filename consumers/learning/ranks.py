@@ -6,6 +6,7 @@ same then on its own share: so batch, weights and metrics are one process's but 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -124,9 +125,11 @@ class SeveralRanks(Ranks):
                 yield
 
     def check(self) -> None:
-        """Raise RanksLost when the other ranks were found gone."""
+        """Raise RanksLost when the other ranks were found gone, or were let go."""
         if self._lost is not None:
             raise self._lost
+        if self._done.is_set():
+            raise RanksLost(f"rank {self.rank} of {self.size}: the ranks have parted.")
 
     def next_order(self) -> Order | None:
         """Wait for rank 0's next order; raises RanksLost when it is not heard any more."""
@@ -162,9 +165,10 @@ class SeveralRanks(Ranks):
         self._done.set()
         if self.rank == 0:
             self._heart.join(timeout=2 * self._order_limit.total_seconds())
-            if self._lost is None:
-                with self._named("the end"):
-                    self._tell(None)
+            with self._lock:  # a save may be under way in a thread of its own
+                if self._lost is None:
+                    with self._named("the end"):
+                        self._tell(None)
         if self._lost is None:
             dist.destroy_process_group()
 
@@ -198,6 +202,13 @@ class SeveralRanks(Ranks):
             if isinstance(error, StreamrftError) or not _is_lost(error):
                 raise
             raise self._lost from error
+
+
+def seed_of(seed: int, rank: int) -> int:
+    """A run's seed for one rank; rank 0 has the run's own."""
+    if rank == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=7).digest())
 
 
 def join_ranks() -> Ranks:

@@ -72,17 +72,17 @@ def load_optimizer_state(
         assert state is not None
         optimizer.load_state_dict(dict(state))
         return
-    outline = ranks.gathered(None if state is None else _outline(state))[0]
+    found = ranks.gathered(None if state is None else outline(state))[0]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, values in outline["state"].items():
+    for i, values in found["state"].items():
         for name, value in values.items():
             if value is None:
-                found = None if state is None else state["state"][i][name]
-                values[name] = ranks.scattered(found, parameters[i])
-    optimizer.load_state_dict(outline)
+                whole_value = None if state is None else state["state"][i][name]
+                values[name] = ranks.scattered(whole_value, parameters[i])
+    optimizer.load_state_dict(found)
 
 
-def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+def outline(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimiser's state with None for what lies in shards."""
     moments = {
         i: {name: None if value.ndim else value for name, value in values.items()}

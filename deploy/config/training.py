@@ -17,7 +17,6 @@ from ...consumers.settings import (
     TrainerSettings,
 )
 from ...schemas.errors import ConfigError
-from .adapters import lora_settings, start_adapter
 from .checks import pacing, uses_sft
 from .lengths import Lengths, lengths_of
 from .schema import Config, StageConfig
@@ -64,8 +63,6 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         chat_template=chat_template(config),
         critic_model_path=config.model.critic_model_path or None,
         critic_warmup=trainer.critic_warmup,
-        lora=lora_settings(stage),
-        start_adapter=start_adapter(config),
     )
 
 

@@ -13,12 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ...schemas.errors import StreamrftError
 from ...schemas.events import Checkpoint
 from ..blobs import open_storage, sha256_file, storage_errors
-from .adapters import ADAPTER_FILE, ADAPTER_FOLDER
 
 if TYPE_CHECKING:
     import torch
@@ -36,37 +33,21 @@ class WeightsUnavailable(StreamrftError):
     retriable = True
 
 
-def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """The whole model below an adapter, to be read like a checkpoint; None for a whole model."""
-    if not checkpoint.base_uri:
-        return None
-    return msgspec.structs.replace(
-        checkpoint,
-        uri=checkpoint.base_uri,
-        digest=checkpoint.base_digest,
-        base_uri="",
-        base_digest="",
-    )
-
-
 def load_state_dict(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint on the CPU, by the names of its file: a model's or an adapter's.
+    """The weights of a checkpoint on the CPU, by the names of its model.safetensors.
 
     Raises:
         WeightsUnavailable: the file is missing, cannot be read, or has another digest.
     """
     from safetensors.torch import load
 
-    folder, file = _place(checkpoint)
-    content = _read(f"{checkpoint.uri}/{folder}/{file}", checkpoint)
+    content = _read(f"{checkpoint.uri}/{HF_FOLDER}/{WEIGHTS_FILE}", checkpoint)
     _check_digest(hashlib.sha256(content).hexdigest(), checkpoint)
     return load(content)
 
 
 def fetch_model_folder(checkpoint: Checkpoint, cache_dir: Path | str) -> Path:
     """A local folder for `from_pretrained`, its weights verified; kept under the digest's name.
-
-    Of an adapter it is peft's folder; `base_of` is the model's.
 
     Raises:
         WeightsUnavailable: a file is missing, cannot be read, or the weights have another digest.
@@ -76,24 +57,13 @@ def fetch_model_folder(checkpoint: Checkpoint, cache_dir: Path | str) -> Path:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=kept.parent, prefix=f"{checkpoint.digest[:12]}."))
-    folder, file = _place(checkpoint)
     try:
-        _copy_folder(f"{checkpoint.uri}/{folder}", partial, checkpoint)
-        if not (partial / file).is_file():
-            uri = f"{checkpoint.uri}/{folder}"
-            raise _unavailable(checkpoint, f"{uri} holds no {file}")
-        _check_digest(sha256_file(partial / file), checkpoint)
+        _copy_folder(f"{checkpoint.uri}/{HF_FOLDER}", partial, checkpoint)
+        _check_digest(sha256_file(partial / WEIGHTS_FILE), checkpoint)
         _rename_once(partial, kept)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return kept
-
-
-def _place(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Folder in the checkpoint, and file in it, that hold the weights."""
-    if checkpoint.base_uri:
-        return ADAPTER_FOLDER, ADAPTER_FILE
-    return HF_FOLDER, WEIGHTS_FILE
 
 
 def _read(uri: str, checkpoint: Checkpoint) -> bytes:
@@ -112,6 +82,8 @@ def _copy_folder(uri: str, into: Path, checkpoint: Checkpoint) -> None:
             fs.get_file(found, str(into / found.rsplit("/", 1)[-1]))
     except storage_errors() as error:
         raise _unavailable(checkpoint, f"{uri} cannot be read ({error})") from error
+    if not (into / WEIGHTS_FILE).is_file():
+        raise _unavailable(checkpoint, f"{uri} holds no {WEIGHTS_FILE}")
 
 
 def _check_digest(found: str, checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ from streamrft.consumers.checkpoints import (
     CheckpointFailed,
     CheckpointStore,
     Contents,
+    FileEntry,
 )
 from streamrft.schemas.errors import Fenced
 from streamrft.schemas.events import Checkpoint
@@ -46,8 +47,9 @@ def model(text: str):
     return write
 
 
-def states(folder: Path) -> None:
-    (folder / "optim_world_size_1_rank_0.pt").write_bytes(b"moments")
+def states(folder: Path, into: str) -> dict[str, FileEntry]:
+    (folder / "actor" / "optim_world_size_1_rank_0.pt").write_bytes(b"moments")
+    return {}
 
 
 def full(text: str = "w") -> Contents:
@@ -134,7 +136,7 @@ def test_altered_content_is_found_by_its_digest(uri: str, tmp_path: Path):
 
 
 def test_full_disk_leaves_nothing_behind(uri: str, tmp_path: Path):
-    def fail(folder: Path) -> None:
+    def fail(folder: Path, into: str) -> dict[str, FileEntry]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = CheckpointStore(uri, "main")

@@ -123,7 +123,7 @@ def test_next_stage_starts_from_a_copy_of_weights_on_an_object_store(tmp_path, m
     first, second = run.stages
     assert first.trainer is not None
     store = CheckpointStore(first.trainer.checkpoint_uri, "main")
-    saved = store.save(Contents(model, lambda folder: None, {}), step=3, epoch=1)
+    saved = store.save(Contents(model, lambda folder, into: {}, {}), step=3, epoch=1)
     log = run.open_log()
     log.ensure_topics(run.topic_specs(first))
     event = ev.Checkpoint(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import Kept, preferences, step_and_wait, steps, steps_from
+from rank_jobs import Kept, go_on_and_save, preferences, save, step_and_wait, steps
 from rank_team import start_team
+from safetensors.torch import load_file
 from tiny_learner import learner_settings
 from waiting import until
 
+from streamrft.consumers.checkpoints import CheckpointStore
+from streamrft.consumers.convert.convert import Request, convert
 from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import FunctionSettings
 
@@ -88,21 +91,50 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_any_number_of_ranks_goes_on_from_a_checkpoint(tmp_path: Path, tiny_model_dir: Path):
-    """One rank, then two, then one: loaded bit for bit, and the curve is that of one rank."""
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    """One process, then two ranks, three (rows are uneven), and one again: all on one curve."""
     settings = learner_settings(tiny_model_dir, algorithm_type="ppo")
-    one = Learner(settings, total_steps=None)
-    start = steps(one, [0, 1])
-    team = start_team(2, settings, partial(steps_from, start, [3], 3), tmp_path)
-    expected = [steps(one, [3], 3), steps(one, [4], 4)]
-    loaded, by_two = team.result()
-    for part in ("weights", "optimizer", "rng"):
-        assert_same_bits(getattr(loaded, part), getattr(start, part))
-    # an optimiser keeps the tensors that it is given, and steps them
-    again, by_one = steps_from(copy.deepcopy(by_two), [4], 4, Learner(settings, total_steps=None))
-    assert_same_bits(again.optimizer, by_two.optimizer)
-    assert_same_curve(by_two, expected[0])
-    assert_same_curve(by_one, expected[1])
+    folder, one = tmp_path / "checkpoints", Learner(settings, total_steps=None)
+    steps(one, [0])
+    saved = by_three = save(folder, 1, one)
+    expected = Learner(settings, total_steps=None)
+    steps(expected, [0])
+    for step, size in ((2, 2), (3, 3), (4, 1)):
+        job = partial(go_on_and_save, folder, [step], step)
+        if size > 1:
+            found = start_team(size, settings, job, tmp_path / f"{size}").result()
+        else:
+            found = job(Learner(settings, total_steps=None))
+        loaded, stepped, next_saved = found
+        for part in ("weights", "optimizer"):
+            assert_same_bits(getattr(loaded, part), getattr(saved, part))
+        assert_same_curve(stepped, steps(expected, [step], step))
+        saved = next_saved
+        by_three = saved if size == 3 else by_three
+    written = {s.manifest.step: s for s in CheckpointStore(str(folder), "main").scan()}
+    assert [s for s in written if written[s].manifest.is_sharded] == [3, 2]
+    for step, size in ((2, 2), (3, 3)):
+        shards = folder / f"global_step_{step}" / "actor" / "dcp"
+        sizes = [p.stat().st_size for p in shards.glob("*.distcp")]
+        assert len(sizes) == size
+        # no rank wrote, or held in its copy, much more than its share
+        assert max(sizes) < 1.25 * sum(sizes) / size
+    models = converted(folder / "global_step_3", tiny_model_dir, tmp_path)
+    assert_same_bits(dict(sorted(models["actor"].items())), dict(sorted(by_three.weights.items())))
+    assert models["critic"]["score.weight"].abs().sum() > 0
+
+
+def converted(step: Path, base: Path, into: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What `convert` makes of the shards of a step alone."""
+    found = {}
+    for part in ("actor", "critic"):
+        shutil.copytree(step / part / "dcp", into / part)
+        (outcome,) = convert(Request(into / part, base))
+        assert outcome.state == "converted", outcome
+        found[part] = load_file(outcome.folder / "model.safetensors")
+    return found
 
 
 @pytest.mark.parametrize(

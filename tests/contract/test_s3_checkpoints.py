@@ -9,7 +9,7 @@ from s3_store import S3Store
 from training_feed import Feed, ended, trained_ids
 from waiting import until
 
-from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, Contents
+from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, Contents, FileEntry
 from streamrft.schemas import events as ev
 
 NUM_GROUPS = 6
@@ -87,10 +87,11 @@ def test_store_that_goes_away_is_said_and_training_goes_on(
 def test_large_file_goes_up_in_parts_and_comes_down_the_same(store: S3Store, tmp_path: Path):
     size = 101 * MIB
 
-    def write_states(folder: Path) -> None:
-        with (folder / "optim_world_size_1_rank_0.pt").open("wb") as file:
+    def write_states(folder: Path, into: str) -> dict[str, FileEntry]:
+        with (folder / "actor" / "optim_world_size_1_rank_0.pt").open("wb") as file:
             file.seek(size - 4)
             file.write(b"last")
+        return {}
 
     saved = CheckpointStore(f"{store.uri}/large", "main").save(
         Contents(_model, write_states, {}), step=1, epoch=1
@@ -107,9 +108,12 @@ def test_store_away_in_an_upload_leaves_nothing_that_is_taken(store: S3Store, tm
         store.stop()
 
     place = CheckpointStore(f"{store.uri}/away", "main")
-    place.save(Contents(_model, lambda folder: None, {}), step=1, epoch=1)
+    contents = Contents(_model, lambda folder, into: {}, {})
+    place.save(contents, step=1, epoch=1)
     with pytest.raises(CheckpointFailed, match="global_step_2 is not written.*does not answer"):
-        place.save(Contents(_model, lambda folder: None, {}), step=2, epoch=1, before_place=away)
+        place.save(
+            Contents(_model, lambda folder, into: {}, {}), step=2, epoch=1, before_place=away
+        )
     store.start()
     assert [s.manifest.step for s in place.scan()] == [1]
 

@@ -21,7 +21,7 @@ from streamrft.consumers.lease import LeaseKeeper
 from streamrft.consumers.peers import Peers
 from streamrft.consumers.saving import Saver
 from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
-from streamrft.consumers.states import OPTIMIZER_FILE, States
+from streamrft.consumers.states import OPTIMIZER_FILE, States, states_of
 from streamrft.deploy.handover import failed_save
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import Fenced
@@ -110,6 +110,8 @@ def test_copy_is_not_changed_by_training_on(tiny_model_dir: Path):
     from torch import zeros
 
     class Learner:
+        num_ranks = 1
+
         def __init__(self) -> None:
             self.moments = zeros(2)
 
@@ -117,14 +119,15 @@ def test_copy_is_not_changed_by_training_on(tiny_model_dir: Path):
             return {"state": {0: {"exp_avg": self.moments}}, "param_groups": [{"betas": (0.9, 1)}]}
 
         def rng_state(self):
-            return {"cpu": self.moments}
+            return [{"cpu": self.moments}]
 
     learner = Learner()
-    copy = States.of(learner).copied()  # type: ignore[arg-type]
+    copy = states_of(learner, 1, copies=True)  # type: ignore[arg-type]
     learner.moments += 1
+    assert isinstance(copy, States)
     assert copy.optimizer["state"][0]["exp_avg"].tolist() == [0, 0]
     assert copy.optimizer["param_groups"] == [{"betas": (0.9, 1)}]
-    assert copy.rng["cpu"].tolist() == [0, 0]
+    assert copy.rng[0]["cpu"].tolist() == [0, 0]
 
 
 def test_error_of_the_thread_is_raised_by_whoever_lands_the_save():

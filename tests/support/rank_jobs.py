@@ -7,14 +7,18 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tiny_learner import group, mixed
 from torch import Tensor
 
+from streamrft.consumers.checkpoints import CheckpointStore, Contents
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.resume import load_newest
+from streamrft.consumers.states import states_of
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Kept:
     metrics: list[dict[str, float]]
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    rng: Mapping[str, Tensor]
+    rng: Sequence[Mapping[str, Tensor]]
 
 
 def batches() -> list[list[TrainingExample]]:
@@ -53,12 +57,24 @@ def steps(learner: Learner, chosen: Sequence[int] = range(5), first: int = 1) ->
     return kept(learner, metrics)
 
 
-def steps_from(start: Kept, chosen: Sequence[int], first: int, learner: Learner) -> list[Kept]:
-    """Load a checkpoint's parts; what they are then, and after more steps."""
-    learner.load_weights(start.weights)
-    learner.load_optimizer_state(start.optimizer)
-    learner.load_rng_state(start.rng)
-    return [kept(learner, []), steps(learner, chosen, first)]
+def save(folder: Path, step: int, learner: Learner) -> Kept:
+    """Save in full as a trainer does, with a step between copy and writing; what was saved."""
+    now, states = kept(learner, []), states_of(learner, step, copies=True)
+    contents = Contents(partial(learner.save_hf, state=now.weights), states.write, {})
+    learner.step(batches()[3], step=step + 1)
+    CheckpointStore(str(folder), "main").save(contents, step=step, epoch=1)
+    return now
+
+
+def go_on_and_save(
+    folder: Path, chosen: Sequence[int], first: int, learner: Learner
+) -> tuple[Kept, Kept, Kept]:
+    """Load the newest checkpoint: its parts, those after more steps, and what is saved of them."""
+    store = CheckpointStore(str(folder), "main")
+    assert load_newest(learner, [(store, saved) for saved in store.scan()]) is not None
+    loaded = kept(learner, [])
+    stepped = steps(learner, chosen, first)
+    return loaded, stepped, save(folder, first + len(chosen) - 1, learner)
 
 
 def kept(learner: Learner, metrics: list[dict[str, float]]) -> Kept:
