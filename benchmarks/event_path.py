@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from workers.rollouts import GROUP, sequence_of, trajectory
 
 from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
@@ -30,7 +30,6 @@ from streamrft.streams.log import Partition, open_log, topic_specs
 from streamrft.streams.process import Process
 from streamrft.streams.settings import StreamSettings
 
-GROUP = 8
 TOPICS = Topics("bench.path")
 DEADLINE_S = 300.0
 
@@ -43,41 +42,10 @@ class Run:
     cpu_s: dict[str, float]
 
 
-def trajectory(number: int, slot: int, sequence: ev.Sequence) -> ev.Trajectory:
-    """One rollout as an explorer publishes it, its score known."""
-    group_id = f"bench.{number}"
-    return ev.Trajectory(
-        trajectory_id=f"{group_id}:{slot}:a1",
-        group_id=group_id,
-        slot=slot,
-        attempt="a1",
-        number=number,
-        taskset="bench",
-        row=number,
-        producer="explorer-0",
-        branch="main",
-        min_policy_version=3,
-        max_policy_version=3,
-        group_size=GROUP,
-        sequences=[sequence],
-        finish_reason="stop",
-        scores=[ev.Score(source="accuracy", value=float(slot % 2))],
-        reward_sources={"accuracy": 1.0},
-        metrics={"response_length": float(sequence.num_tokens)},
-        produced_at=ev.now_ms(),
-    )
-
-
-def sequence_of(num_tokens: int) -> ev.Sequence:
-    """A sequence of which the policy wrote three quarters."""
-    rng = np.random.default_rng(0)
-    mask = np.arange(num_tokens) >= num_tokens // 4
-    return ev.Sequence(
-        tokens=arrays.pack_ints(rng.integers(0, 50_000, num_tokens)),
-        loss_mask=arrays.pack_mask(mask),
-        logprobs=arrays.pack_floats(np.where(mask, -rng.random(num_tokens), 0.0)),
-        policy_versions=arrays.pack_runs([3] * int(mask.sum())),
-    )
+def rollout(number: int, slot: int, sequence: ev.Sequence) -> ev.Trajectory:
+    """Its score is known."""
+    scores = [ev.Score(source="accuracy", value=float(slot % 2))]
+    return trajectory(number, slot, sequence, scores=scores, reward_sources={"accuracy": 1.0})
 
 
 # --- the product -------------------------------------------------------------------------------
@@ -92,7 +60,7 @@ def publish(url: str, num: int, num_tokens: int, start: Any, cpu: Any) -> None:
     for number in range(num // GROUP):
         key = f"bench.{number}".encode()
         for slot in range(GROUP):
-            producer.send(topic, codec.encode(trajectory(number, slot, sequence)), key=key)
+            producer.send(topic, codec.encode(rollout(number, slot, sequence)), key=key)
         producer.flush()
     cpu["publish"] = time.process_time() - begin
 
@@ -224,7 +192,7 @@ def sql_read(path: str, num: int, start: Any, cpu: Any) -> None:
 
 def limit(num: int, num_tokens: int) -> Run:
     """The same bytes without codec and operators."""
-    value = codec.encode(trajectory(0, 0, sequence_of(num_tokens)))
+    value = codec.encode(rollout(0, 0, sequence_of(num_tokens)))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/plain.db"
         db = connect(path)
@@ -299,9 +267,7 @@ def main() -> None:
     print(f"{num:,} trajectories a run, {repeats} runs, {os.cpu_count()} cores; commits of {GROUP}")
     for key, value in found.items():
         print(f"{key:45} {value:12,.2f}")
-    print(
-        f"event size at 200 tokens: {len(codec.encode(trajectory(0, 0, sequence_of(200)))):,} bytes"
-    )
+    print(f"event size at 200 tokens: {len(codec.encode(rollout(0, 0, sequence_of(200)))):,} bytes")
 
 
 if __name__ == "__main__":

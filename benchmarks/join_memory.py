@@ -15,46 +15,28 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+from workers.rollouts import GROUP, sequence_of, trajectory
 
 from streamrft.schemas import events as ev
-from streamrft.schemas.arrays import pack_floats, pack_ints, pack_mask, pack_runs
 from streamrft.streams.join.join import RewardJoin
 from streamrft.streams.log import Position
 from streamrft.streams.settings import StreamSettings
 
 Build = Callable[[int, list[bytes]], Any]
-GROUP_SIZE, NUM_TOKENS = 8, 200
+SEQUENCE = sequence_of(200)
 DEADLINE_MS = 3 * 24 * 3_600_000
 
 
-def trajectory(group: int, slot: int, sequence: ev.Sequence) -> ev.Trajectory:
-    group_id, attempt = f"gsm8k.{group}", f"{group * GROUP_SIZE + slot:016x}"
-    return ev.Trajectory(
-        trajectory_id=f"{group_id}:{slot}:{attempt}",
-        group_id=group_id,
-        slot=slot,
-        attempt=attempt,
-        number=group,
-        producer="explorer-0",
-        branch="main",
-        min_policy_version=3,
-        max_policy_version=3,
-        group_size=GROUP_SIZE,
-        sequences=[sequence],
-        finish_reason="stop",
+def rollout(group: int, slot: int) -> ev.Trajectory:
+    """It waits for a reward from a person."""
+    return trajectory(
+        group,
+        slot,
+        SEQUENCE,
+        attempt=f"{group * GROUP + slot:016x}",
         scores=[ev.Score(source="accuracy", value=1.0), ev.Score(source="format", value=0.1)],
         reward_sources={"accuracy": 1.0, "format": 1.0, "human": 1.0},
         reward_deadline_ms=DEADLINE_MS,
-        produced_at=1_700_000_000_000 + group,
-    )
-
-
-def one_sequence() -> ev.Sequence:
-    return ev.Sequence(
-        tokens=pack_ints(range(NUM_TOKENS)),
-        loss_mask=pack_mask([1] * NUM_TOKENS),
-        logprobs=pack_floats([-1.0] * NUM_TOKENS),
-        policy_versions=pack_runs([3] * NUM_TOKENS),
     )
 
 
@@ -62,9 +44,9 @@ def join_state(groups: range) -> RewardJoin:
     """Open groups with half of their outside rewards."""
     join = RewardJoin(StreamSettings())
     for group in groups:
-        for slot in range(GROUP_SIZE):
-            t = trajectory(group, slot, SEQUENCE)
-            offset = group * GROUP_SIZE + slot
+        for slot in range(GROUP):
+            t = rollout(group, slot)
+            offset = group * GROUP + slot
             join.on_trajectory(t, Position("trajectories", 0, offset))
             if slot % 2:
                 join.on_reward(
@@ -106,8 +88,8 @@ def plain_dictionaries(num_groups: int, _: list[bytes]) -> Any:
     groups: dict[str, Any] = {}
     for group in range(num_groups):
         members = {}
-        for slot in range(GROUP_SIZE):
-            t = trajectory(group, slot, SEQUENCE)
+        for slot in range(GROUP):
+            t = rollout(group, slot)
             rewards = {
                 source: {"value": 0.5, "revision": 0, "event_id": f"{source}-{group}-{slot}"}
                 for source in list(t.reward_sources)[: 2 + slot % 2]
@@ -120,11 +102,8 @@ def plain_dictionaries(num_groups: int, _: list[bytes]) -> Any:
                 "deadline_ms": t.produced_at + DEADLINE_MS,
                 "rewards": rewards,
             }
-        groups[f"gsm8k.{group}"] = {"size": GROUP_SIZE, "number": group, "members": members}
+        groups[f"bench.{group}"] = {"size": GROUP, "number": group, "members": members}
     return groups
-
-
-SEQUENCE = one_sequence()
 
 
 def grown_bytes(build: Build, num_groups: int, out: Any) -> None:
@@ -162,7 +141,7 @@ def main() -> None:
         "plain dictionaries": plain_dictionaries,
     }
     found = {name: measure(build, num_groups) for name, build in builds.items()}
-    result: dict[str, float] = {"num_groups": num_groups, "group_size": GROUP_SIZE}
+    result: dict[str, float] = {"num_groups": num_groups, "group_size": GROUP}
     for name, (size, took_s, _) in found.items():
         key = name.replace(", ", "_").replace(" ", "_")
         result[f"{key}_bytes"] = size
@@ -173,7 +152,7 @@ def main() -> None:
     if asked.json:
         print(json.dumps(result))
         return
-    print(f"{num_groups:,} open groups of {GROUP_SIZE}, three sources each, one outstanding\n")
+    print(f"{num_groups:,} open groups of {GROUP}, three sources each, one outstanding\n")
     print(f"{'state':<20} {'MB':>8} {'bytes/group':>12} {'filled in s':>12}")
     for name, (size, took_s, _) in found.items():
         print(f"{name:<20} {size / 1e6:>8.0f} {size / num_groups:>12,.0f} {took_s:>12.1f}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import msgspec
-import numpy as np
 from confluent_kafka import Consumer, Producer
+from workers.rollouts import GROUP, sequence_of, trajectory
 
-from streamrft.schemas import arrays, codec
+from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import Topics, key_of, partition_for
 
-GROUP, NUM_TOKENS, REPEATED, NUM_PARTITIONS = 8, 420, 0.05, 4
+NUM_TOKENS, REPEATED, NUM_PARTITIONS = 420, 0.05, 4
 SOURCES = ("judge", "human")
 
 Feed = list[tuple[str, bytes, bytes]]
@@ -24,7 +24,9 @@ def build_feed(num_trajectories: int) -> Feed:
     placed: list[tuple[float, str, ev.Event]] = []
     sequence = sequence_of(NUM_TOKENS)
     for i in range(num_trajectories):
-        t = trajectory(i // GROUP, i % GROUP, sequence)
+        # both its rewards come from outside
+        sources = dict.fromkeys(SOURCES, 1.0)
+        t = trajectory(i // GROUP, i % GROUP, sequence, reward_sources=sources)
         placed.append((i, "trajectories", t))
         for source in SOURCES:
             placed.append((i + randomness.uniform(1, 400), "rewards", reward(t, source)))
@@ -44,30 +46,6 @@ def encoded(event: ev.Event) -> bytes:
     return codec.encode(event)
 
 
-def trajectory(number: int, slot: int, sequence: ev.Sequence) -> ev.Trajectory:
-    """One rollout as an explorer publishes it; both its rewards come from outside."""
-    group_id = f"bench.{number}"
-    return ev.Trajectory(
-        trajectory_id=f"{group_id}:{slot}:a1",
-        group_id=group_id,
-        slot=slot,
-        attempt="a1",
-        number=number,
-        taskset="bench",
-        row=number,
-        producer="explorer-0",
-        branch="main",
-        min_policy_version=3,
-        max_policy_version=3,
-        group_size=GROUP,
-        sequences=[sequence],
-        finish_reason="stop",
-        reward_sources=dict.fromkeys(SOURCES, 1.0),
-        metrics={"response_length": float(sequence.num_tokens)},
-        produced_at=ev.now_ms(),
-    )
-
-
 def reward(t: ev.Trajectory, source: str) -> ev.Reward:
     """A score from outside."""
     return ev.Reward(
@@ -76,18 +54,6 @@ def reward(t: ev.Trajectory, source: str) -> ev.Reward:
         source=source,
         value=float(t.slot % 2),
         produced_at=t.produced_at + 5,
-    )
-
-
-def sequence_of(num_tokens: int) -> ev.Sequence:
-    """A sequence of which the policy wrote three quarters."""
-    rng = np.random.default_rng(0)
-    mask = np.arange(num_tokens) >= num_tokens // 4
-    return ev.Sequence(
-        tokens=arrays.pack_ints(rng.integers(0, 50_000, num_tokens)),
-        loss_mask=arrays.pack_mask(mask),
-        logprobs=arrays.pack_floats(np.where(mask, -rng.random(num_tokens), 0.0)),
-        policy_versions=arrays.pack_runs([3] * int(mask.sum())),
     )
 
 
