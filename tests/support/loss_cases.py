@@ -28,10 +28,22 @@ THEN = ([0.5, 0.5, 0.5], [0.5, 0.5], [0.5, 0.5, 0.5, 0.9, 0.5])
 NOW = ([0.1, 1.0, 0.25], [0.1, 0.75], [0.1, 0.1, 0.5, 0.01, 0.125])
 REWARDS = (3.0, 0.0, 0.0)
 CENTRED = FunctionSettings("dr_grpo")
+NO_KL = FunctionSettings("none")
 
 
 def algorithm(name: str = "grpo", **functions: Any) -> Algorithm:
     return build_algorithm(AlgorithmSettings(algorithm_type=name, **functions))
+
+
+def centred(loss: str, name: str = "grpo", *, mode: str | None = None, **args: Any) -> Algorithm:
+    """A policy loss alone under rewards less their mean: no KL."""
+    return algorithm(
+        name,
+        advantage_fn=CENTRED,
+        policy_loss_fn=FunctionSettings(loss, args),
+        kl_loss_fn=NO_KL,
+        loss_agg_mode=mode,
+    )
 
 
 def policy_loss(name: str, **args: Any) -> Any:
@@ -81,6 +93,14 @@ def agrees_with_autograd(loss: Any, t: Tokens) -> bool:
         return loss(dataclasses.replace(t, logprobs=logprobs)).losses.sum()
 
     return torch.autograd.gradcheck(total, (t.logprobs,), eps=1e-7)
+
+
+def is_factor_of_logprobs(factor: np.ndarray, loss: Any, t: Tokens) -> bool:
+    """Whether the losses are factor [N] times log-prob, and the factor carries no gradient."""
+    losses = loss(t).losses.detach().numpy()
+    return np.allclose(losses, factor * arrays(t)[0], rtol=1e-12, atol=0.0) and np.allclose(
+        gradient(loss, t), factor, rtol=1e-9, atol=1e-12
+    )
 
 
 def differences(function: Callable[[np.ndarray], float], at: np.ndarray) -> np.ndarray:
