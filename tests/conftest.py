@@ -52,6 +52,19 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    """Torch on one thread; whatever a test does to it is gone afterwards."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Add a schema to the history, as a release does."""
     here = tmp_path / "schemas"

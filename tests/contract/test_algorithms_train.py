@@ -20,18 +20,11 @@ from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import FunctionSettings
 from streamrft.schemas.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 READY = sorted(n for n, k in ALGORITHMS.items() if awaited_source(k) is None and n != "dpo")
 WAITING = sorted(ALGORITHMS.keys() - set(READY) - {"dpo"})
 NO_KL = FunctionSettings("none")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def stepped(one: Learner, *, shift: float = 0.1) -> dict[str, float]:

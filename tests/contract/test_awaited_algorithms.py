@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tiny_learner import group, learner, mixed, plain_logprobs, weights_of, with_logprobs
 
 from streamrft.consumers.algorithms import catalogue
@@ -19,16 +18,9 @@ from streamrft.consumers.learning.mismatched import mismatched
 from streamrft.consumers.settings import FunctionSettings
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 Examples = list[TrainingExample]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from streamrft.consumers.convert.convert import Request, convert
 from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import FunctionSettings
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 KL = FunctionSettings("k2", {"kl_coef": 0.5})
 ENTROPY = FunctionSettings("default", {"entropy_coef": 0.01})
 GRPO = {
@@ -30,15 +32,6 @@ GRPO = {
     "bypass_old_logprobs": False,
     "max_tokens_per_microbatch": 128,
 }
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def assert_same_curve(found: Kept, expected: Kept) -> None:

@@ -14,17 +14,9 @@ from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import FunctionSettings
 from streamrft.schemas.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 NO_KL = FunctionSettings("none")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def ppo(folder: Path, **changes: object) -> Learner:

@@ -17,18 +17,9 @@ from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.settings import FunctionSettings
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 NO_KL = FunctionSettings("none")
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-
 
 # rewards 1, 0, 1/2: mean 1/2, unbiased std 1/2, so advantages 1, -1, 0
 MASKS = [[0, 0, 1, 1], [0, 1], [0, 0, 1, 0, 1, 0]]
