@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from s3_store import S3Store
-from training_feed import Feed, ended, trained_ids
+from training_feed import Feed, trained_ids, whole_feed
 
 from streamrft.schemas import events as ev
 
@@ -21,14 +21,11 @@ NUM_KILLS = 20
 
 def new_feed(folder: Path, model: Path, store: S3Store | None = None, **settings: object) -> Feed:
     """Seven groups in four steps, each saved in full."""
-    folder.mkdir(parents=True, exist_ok=True)
     if store is not None:
         settings["checkpoint_uri"] = f"{store.uri}/{folder.name}"
     environment = store.environment if store else {}
-    feed = Feed(folder, model, {"save_interval": 1, **settings}, environment)
-    feed.write_groups(range(NUM_GROUPS))
-    feed.write(ended(NUM_GROUPS), topic="tasks")
-    return feed
+    told = {"save_interval": 1, **settings}
+    return whole_feed(folder, model, NUM_GROUPS, settings=told, environment=environment)
 
 
 @pytest.fixture(scope="module")

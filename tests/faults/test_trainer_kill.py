@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from training_feed import Feed, ended, trained_ids
+from training_feed import Feed, ended, trained_ids, whole_feed
 from waiting import until
 
 from streamrft.schemas import events as ev
@@ -50,11 +50,7 @@ CASES = (
 
 
 def new_feed(folder: Path, model: Path, **settings: object) -> Feed:
-    folder.mkdir(parents=True, exist_ok=True)
-    feed = Feed(folder, model, {**SETTINGS, **settings})
-    feed.write_groups(range(NUM_GROUPS))
-    feed.write(ended(NUM_GROUPS), topic="tasks")
-    return feed
+    return whole_feed(folder, model, NUM_GROUPS, settings={**SETTINGS, **settings})
 
 
 @pytest.fixture(scope="module")

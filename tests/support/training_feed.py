@@ -205,6 +205,15 @@ class Feed:
         self.log.close()
 
 
+def whole_feed(folder: Path, model: Path, num_groups: int, **options: Any) -> Feed:
+    """A feed with all its groups and their end; `options` as those of Feed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    feed = Feed(folder, model, **options)
+    feed.write_groups(range(num_groups))
+    feed.write(ended(num_groups), topic="tasks")
+    return feed
+
+
 def trained_ids(cuts: Iterable[ev.Cut]) -> list[str]:
     """Trajectories of some cuts, in training order."""
     return [m.trajectory_id for cut in cuts for m in cut.members]
