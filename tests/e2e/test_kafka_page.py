@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kafka_broker import free_port, needs_kafka_home
+from shell import typed
 
 from streamrft.deploy.config.load import load
 from streamrft.deploy.config.read import known_paths
@@ -56,19 +57,7 @@ def test_first_commands_of_the_page_train_on_kafka(served, tmp_path):
     (url,) = re.findall(r"event_log: (kafka://\S+)", served)
     assert "kafka://127.0.0.1:9092" in commands
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands.replace("kafka://127.0.0.1:9092", url)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = typed(commands.replace("kafka://127.0.0.1:9092", url), tmp_path)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "step 3 of 3" in done.stdout and "balanced" in done.stdout
     assert not list((tmp_path / "runs").rglob("log.db"))

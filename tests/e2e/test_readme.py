@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shell import typed
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -81,22 +80,9 @@ def test_links_lead_somewhere():
 def newcomer(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path):
     """A shell in an empty folder with this Python's programs and a small model."""
     folder = tmp_path_factory.mktemp("readme")
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "TRINITY_MODEL_PATH": str(tiny_model_dir),
-        "OMP_NUM_THREADS": "1",
-    }
 
-    def shell(command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+    def shell(commands: str) -> subprocess.CompletedProcess[str]:
+        return typed(commands, folder, TRINITY_MODEL_PATH=str(tiny_model_dir))
 
     shell.folder = folder  # type: ignore[attr-defined]
     return shell
