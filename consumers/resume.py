@@ -15,7 +15,7 @@ from ..schemas.events import Branch
 from ..streams.lineage import Lineage
 from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
 from .recorded import History
-from .states import EXTRA_FILE, OPTIMIZER_FILE
+from .states import EXTRA_FILE, read_states
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
@@ -67,8 +67,7 @@ def _load(learner: Learner, store: CheckpointStore, saved: Saved, folder: Path) 
         learner.load_shards(store.folders.uri, saved.name, saved.manifest.files, extra)
         return
     learner.load_weights(load_file(folder / WEIGHTS))
-    states = torch.load(folder / "actor" / OPTIMIZER_FILE, weights_only=True)
-    learner.load_optimizer_state(states)
+    learner.load_optimizer_state(read_states(folder))
     rng = extra["rng"]
     # checkpoints of one process held no list
     learner.load_rng_state([rng] if isinstance(rng, dict) else rng)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..streams.weights.object_storage import WEIGHTS_FILE
 from .checkpoints import FileEntry
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
 
 OPTIMIZER_FILE = "optim_world_size_1_rank_0.pt"
+HF_NAME = "huggingface"
 EXTRA_FILE = "extra_state_world_size_1_rank_0.pt"
 
 
@@ -21,19 +23,33 @@ class States:
 
     optimizer: dict[str, Any]
     rng: list[dict[str, Any]]
+    critic_config: bytes | None = None
 
     def copied(self) -> States:
         """The same values in memory of their own, whatever the learner does next."""
-        return States(copied(self.optimizer), copied(self.rng))
+        return replace(self, optimizer=copied(self.optimizer), rng=copied(self.rng))
 
     def write(self, folder: Path, into: str) -> dict[str, FileEntry]:
-        """Fill the folder `actor/` of a checkpoint, see Contents. Raises OSError.
+        """Fill the folders `actor/` and `critic/` of a checkpoint, see Contents. Raises OSError.
 
-        Both files load with weights_only=True.
+        Files of torch load with weights_only=True.
         """
-        write_tensors(self.optimizer, folder / "actor" / OPTIMIZER_FILE)
+        own = {name: value for name, value in self.optimizer.items() if name != "critic"}
+        write_tensors(own, folder / "actor" / OPTIMIZER_FILE)
+        if self.critic_config is not None:
+            self._write_critic(_critic_folder(folder, self.critic_config))
         write_tensors({"rng": self.rng}, folder / "actor" / EXTRA_FILE)
         return {}
+
+    def _write_critic(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        critic = self.optimizer["critic"]
+        weights = folder / HF_NAME / WEIGHTS_FILE
+        save_file(critic["weights"], weights, metadata={"format": "pt"})
+        # safetensors writes mode 0600, which processes of another user could not read
+        weights.chmod(0o644)
+        write_tensors(critic["optimizer"], folder / OPTIMIZER_FILE)
 
 
 @dataclass(frozen=True)
@@ -42,21 +58,47 @@ class ShardedStates:
 
     learner: Learner
     extra: dict[str, Any]
+    critic_config: bytes | None = None
 
     def write(self, folder: Path, into: str) -> dict[str, FileEntry]:
         """As `States.write`; what is small lies in one file. Raises OSError, RanksLost."""
         from .learning.sharded import Place
 
         write_tensors(self.extra, folder / "actor" / EXTRA_FILE)
+        if self.critic_config is not None:
+            _critic_folder(folder, self.critic_config)
         return self.learner.write_shards(Place(str(folder), into))
 
 
 def states_of(learner: Learner, step: int, *, copies: bool = False) -> States | ShardedStates:
     """What `learner` holds after `step`; without copies it is good until the next one."""
     if learner.num_ranks > 1:
-        return ShardedStates(learner, learner.capture_shards(step=step, copies=copies))
-    states = States(learner.optimizer_state(), learner.rng_state())
+        extra = learner.capture_shards(step=step, copies=copies)
+        return ShardedStates(learner, extra, learner.critic_config())
+    states = States(learner.optimizer_state(), learner.rng_state(), learner.critic_config())
     return states.copied() if copies else states
+
+
+def read_states(folder: Path) -> dict[str, Any]:
+    """The optimiser's state of a checkpoint of one process, with a critic where there is one."""
+    import torch
+    from safetensors.torch import load_file
+
+    states = torch.load(folder / "actor" / OPTIMIZER_FILE, weights_only=True)
+    critic = folder / "critic"
+    if (critic / OPTIMIZER_FILE).exists():
+        states["critic"] = {
+            "weights": load_file(critic / HF_NAME / WEIGHTS_FILE),
+            "optimizer": torch.load(critic / OPTIMIZER_FILE, weights_only=True),
+        }
+    return states
+
+
+def _critic_folder(step_folder: Path, config: bytes) -> Path:
+    folder = step_folder / "critic"
+    (folder / HF_NAME).mkdir(parents=True)
+    (folder / HF_NAME / "config.json").write_bytes(config)
+    return folder
 
 
 def write_tensors(values: Any, path: Path) -> None:

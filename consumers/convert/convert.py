@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from ...streams.weights.object_storage import WEIGHTS_FILE
 from ..checkpoints import Manifest as StepManifest
 from .errors import ConvertFailed
 from .find import Found, find
@@ -120,7 +121,7 @@ def _lacks(folder: Path, base: Path | None) -> bool:
 
 def _is_own(found: Found) -> bool:
     """Whether the trainer saved this step with its Hugging Face folder, whole by its manifest."""
-    if found.step_folder is None or found.role != "actor":
+    if found.step_folder is None:
         return False
     path = found.step_folder / MANIFEST
     try:
@@ -129,11 +130,11 @@ def _is_own(found: Found) -> bool:
         return False
     except msgspec.DecodeError as error:
         raise ConvertFailed(f"{path}: cannot be read ({error}). Copy the step again.") from error
-    prefix = f"actor/{FOLDER}/"
+    prefix = f"{found.role}/{FOLDER}/"
     files = {
         n: FileEntry(f.size, f.sha256) for n, f in manifest.files.items() if n.startswith(prefix)
     }
-    if not files:
+    if f"{prefix}{WEIGHTS_FILE}" not in files:
         return False
     if wrong := changed_files(files, found.step_folder):
         raise ConvertFailed(f"{wrong}. Copy the step again, or convert another.")

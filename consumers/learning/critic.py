@@ -5,6 +5,7 @@ N trained tokens of a batch, n of them in a micro-batch, H hidden size.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
+from ...schemas.errors import ConfigError
 from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.advantages.advantage import trained
 from ..algorithms.losses.critic import value_losses
@@ -102,12 +105,24 @@ class Critic:
         }
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimiser for torch.save; loads with weights_only=True."""
+        """Weights by the names of a token classifier, and optimiser; loads with weights_only=True.
+
+        Rank 0 gets whole tensors, the others none.
+        """
+        weights = {n: shards.whole(t).cpu().clone() for n, t in self.named_weights().items()}
         return {
-            "network": self._backbone.state_dict(),
-            "head": shards.whole(self._head.weight.detach()).cpu().clone(),
+            "weights": weights if self._ranks.rank == 0 else {},
             "optimizer": self.optimizer.state(),
         }
+
+    def config(self) -> bytes:
+        """config.json of the Hugging Face folder that the weights make up."""
+        config = copy.deepcopy(self._backbone.network.config)
+        config.dtype, config.num_labels = "float32", 1
+        kind: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+        if kind is not None:
+            config.architectures = [kind.__name__]
+        return config.to_json_string().encode()
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         network = self._backbone.network
@@ -122,13 +137,32 @@ class Critic:
         weights = {n: t for n, t in names.items() if n.startswith(prefix)}
         return {**weights, HEAD: self._head.weight.detach(), BIAS: torch.zeros(1)}
 
+    @torch.no_grad()
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `state`; None on ranks above 0, which are sent their shards."""
-        self._backbone.load_weights(None if state is None else state["network"])
-        head = self._ranks.scattered(None if state is None else state["head"], self._head.weight)
-        with torch.no_grad():
-            self._head.weight.copy_(head)
+        """Undo `state`; None on ranks above 0, which are sent their shards.
+
+        Raises:
+            ConfigError: it is another model's.
+        """
+        own = self.named_weights()
+        weights = None if state is None else _weights(state)
+        if weights is not None and (wrong := sorted(n for n in own if n not in weights)):
+            raise ConfigError(
+                f"critic: the checkpoint has no {wrong[0]}. Load one of the same "
+                "model.critic_model_path."
+            )
+        for name, tensor in own.items():
+            if name != BIAS:
+                found = None if weights is None else weights[name]
+                tensor.copy_(self._ranks.scattered(found, tensor))
         self.optimizer.load_state(None if state is None else state["optimizer"])
+
+
+def _weights(state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Of a state as it is, or as it was when the critic lay in the policy's optimiser file."""
+    if "weights" in state:
+        return state["weights"]
+    return {**state["network"], HEAD: state["head"], BIAS: torch.zeros(1)}
 
 
 def _explained(returns: np.ndarray, values: np.ndarray) -> float:

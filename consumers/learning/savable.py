@@ -85,6 +85,10 @@ class Savable:
             if self._critic is not None:
                 self._critic.load_state(None if state is None else state["critic"])
 
+    def critic_config(self) -> bytes | None:
+        """config.json of the critic's Hugging Face folder; None without a critic."""
+        return None if self._critic is None else self._critic.config()
+
     def rng_state(self) -> list[dict[str, Tensor]]:
         """Random generators of torch by rank, for torch.save."""
         with self._ranks.together("rng_state"):

@@ -117,6 +117,8 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
     models = converted(folder / "global_step_3", tiny_model_dir, tmp_path)
     assert_same_bits(dict(sorted(models["actor"].items())), dict(sorted(by_three.weights.items())))
     assert models["critic"]["score.weight"].abs().sum() > 0
+    in_place = convert(Request(folder / "global_step_3", with_critic=True))
+    assert [o.state for o in in_place] == ["present", "converted"]
 
 
 def converted(step: Path, base: Path, into: Path) -> dict[str, dict[str, torch.Tensor]]:

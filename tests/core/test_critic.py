@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_learner import group, learner, mixed, weights_of, with_logprobs
+from transformers import AutoModelForTokenClassification
 
+from streamrft.consumers.checkpoints import CheckpointStore, Contents
+from streamrft.consumers.convert.convert import Request, convert
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.resume import load_newest
 from streamrft.consumers.settings import FunctionSettings
+from streamrft.consumers.states import states_of
 from streamrft.schemas.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("torch_as_before")
@@ -64,24 +68,46 @@ def test_a_value_sees_what_stands_before_its_token_and_nothing_after(tiny_model_
     assert abs(after[2] - before[2]) > 1e-5
 
 
-def test_a_run_goes_on_bit_for_bit_with_its_critic(tiny_model_dir: Path):
+def test_a_run_goes_on_bit_for_bit_with_its_critic(tiny_model_dir: Path, tmp_path: Path):
     whole = ppo(tiny_model_dir, deterministic=True)
     for step in range(1, 4):
         whole.step(mixed(step), step=step)
     first = ppo(tiny_model_dir, deterministic=True)
     for step in range(1, 3):
         first.step(mixed(step), step=step)
-    buffer = io.BytesIO()
-    torch.save((first.state_dict(), first.optimizer_state(), first.rng_state()), buffer)
-    weights, optimizer, rng = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    store = CheckpointStore(str(tmp_path), "main")
+    states = states_of(first, 2)
+    saved = store.save(Contents(first.save_hf, states.write, {}), step=2, epoch=1)
     second = ppo(tiny_model_dir, deterministic=True)
-    second.load_weights(weights)
-    second.load_optimizer_state(optimizer)
-    second.load_rng_state(rng)
+    assert load_newest(second, [(store, saved)]) is not None
     second.step(mixed(3), step=3)
     assert weights_of(second) == weights_of(whole)
-    ours, theirs = second.optimizer_state()["critic"], whole.optimizer_state()["critic"]
-    assert torch.equal(ours["head"], theirs["head"]) and (ours["head"] != 0).any()
+    assert_same_critic(second, whole)
+    found = tmp_path / "global_step_2" / "critic" / "huggingface"
+    network, report = AutoModelForTokenClassification.from_pretrained(
+        found, output_loading_info=True
+    )
+    assert not any(report.values()) and network.num_labels == 1
+    outcomes = list(convert(Request(tmp_path, with_critic=True)))
+    assert [(o.state, o.folder.parent.name) for o in outcomes] == [
+        ("present", "actor"),
+        ("present", "critic"),
+    ]
+    assert outcomes[1].folder == found
+    # as it was when the critic lay in the policy's optimiser file
+    old, critic = first.optimizer_state(), first.optimizer_state()["critic"]
+    weights = dict(critic["weights"])
+    earlier = {"head": weights.pop("score.weight"), "network": weights}
+    third = ppo(tiny_model_dir, deterministic=True)
+    third.load_optimizer_state({**old, "critic": {**earlier, "optimizer": critic["optimizer"]}})
+    assert_same_critic(third, first)
+
+
+def assert_same_critic(one: Learner, other: Learner) -> None:
+    ours, theirs = one.optimizer_state()["critic"], other.optimizer_state()["critic"]
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    assert all(torch.equal(t, theirs["weights"][n]) for n, t in ours["weights"].items())
+    assert (ours["weights"]["score.weight"] != 0).any()
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_name(tiny_model_dir: Path):
