@@ -126,20 +126,20 @@ class CheckpointStore:
             CheckpointFailed: disk full, storage away; what was written is removed again.
         """
         name = f"global_step_{step}"
-        with self._staged(name, epoch) as staged:
+        with self.staged(name, epoch) as staged:
             digest, others = self._fill(staged, contents, step, epoch)
             manifest = Manifest(
                 kind="weights" if contents.write_states is None else "full",
                 branch=self.branch,
                 step=step,
                 epoch=epoch,
-                files=_entries(staged, {WEIGHTS: digest}, others),
+                files=entries(staged, {WEIGHTS: digest}, others),
                 digest=digest,
                 num_threads=num_threads,
                 rolling=is_rolling,
                 versions=_versions(),
             )
-            _write_manifest(staged, manifest)
+            write_manifest(staged, manifest)
             before_place()
             saved = self._place(staged, name, manifest)
             faults.reach("checkpoint.manifest_written", step)
@@ -164,10 +164,10 @@ class CheckpointStore:
         """
         if served.manifest.kind == "full":
             return served
-        with self._staged(f"global_step_{step}", epoch) as staged:
+        with self.staged(f"global_step_{step}", epoch) as staged:
             into = self.folders.shared(staged, served.name, served.manifest.epoch) and served.uri
             others = self._fill_states(staged, contents, step, into)
-            added = _entries(staged, {}, others)
+            added = entries(staged, {}, others)
             manifest = msgspec.structs.replace(
                 served.manifest,
                 kind="full",
@@ -176,15 +176,15 @@ class CheckpointStore:
                 num_threads=num_threads,
                 rolling=is_rolling,
             )
-            _write_manifest(staged, manifest)
+            write_manifest(staged, manifest)
             before_place()
-            saved = self._upgrade(staged, served, added)
+            saved = self.upgrade(staged, served, added)
             faults.reach("checkpoint.manifest_written", step)
             self._write_latest(saved.manifest)
             return saved
 
     @contextmanager
-    def _staged(self, name: str, epoch: int) -> Iterator[Path]:
+    def staged(self, name: str, epoch: int) -> Iterator[Path]:
         """A working folder that is gone afterwards; storage errors get a name."""
         staged: Path | None = None
         try:
@@ -199,10 +199,10 @@ class CheckpointStore:
     def scan(self) -> list[Saved]:
         """Whole-looking checkpoints, newest first: manifest readable, every file has its size."""
         self._known.clear()
-        return self._listed()
+        return self.listed()
 
-    def _listed(self, *, without: str = "") -> list[Saved]:
-        """The same, but a folder that was looked at before is not looked into again.
+    def listed(self, *, without: str = "") -> list[Saved]:
+        """As `scan`, but a folder that was looked at before is not looked into again.
 
         `without` is one that is being filled where it stands, and not whole yet.
         """
@@ -263,7 +263,7 @@ class CheckpointStore:
         and a newer full one is; other full ones only beyond the newest `keep_full` (0: all stay).
         Those of `keep_steps` stay: an explorer loads them, or a branch begins there.
         """
-        found = self._listed()
+        found = self.listed()
         full = [s for s in found if s.manifest.kind == "full"]
         lasting = [s for s in full if not s.manifest.rolling]
         gone = [s for s in found[NUM_SERVED:] if s not in lasting and s not in full[:1]]
@@ -303,23 +303,28 @@ class CheckpointStore:
     def _place(self, staged: Path, name: str, manifest: Manifest) -> Saved:
         is_apart = any(not (staged / path).exists() for path in manifest.files)
         filled = f"{name}.epoch_{manifest.epoch}" if is_apart else ""
-        there = [s for s in self._listed(without=filled) if s.manifest.step == manifest.step]
+        there = [s for s in self.listed(without=filled) if s.manifest.step == manifest.step]
         same = next((s for s in there if s.manifest.digest == manifest.digest), None)
         if same is not None and manifest.kind == "weights":
             return same
         if same is not None and same.manifest.kind == "weights" and not is_apart:
             states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
-            return self._upgrade(staged, same, states)
+            return self.upgrade(staged, same, states)
         if not there and name in self.folders.names():
             self.folders.remove(name)
         uri = self.folders.place(staged, name, manifest.epoch)
         return self.look(uri.rsplit("/", 1)[-1])
 
-    def _upgrade(self, staged: Path, served: Saved, files: Iterable[str]) -> Saved:
+    def upgrade(self, staged: Path, served: Saved, files: Iterable[str]) -> Saved:
+        """Move `files` and the manifest of a working folder into a saved one."""
         # what is not here was put in its place by others
         self.folders.upgrade(staged, served.uri, [f for f in files if (staged / f).exists()])
-        self._known.pop(served.name, None)
+        self.forget(served.name)
         return self.look(served.name)
+
+    def forget(self, name: str) -> None:
+        """Look into a folder anew, which was changed."""
+        self._known.pop(name, None)
 
     def _write_latest(self, manifest: Manifest) -> None:
         names = ["latest_state_dict_iteration.txt"]
@@ -334,7 +339,7 @@ def _subfolder(folder: Path, path: str) -> Path:
     return folder / path
 
 
-def _entries(
+def entries(
     folder: Path, digests: Mapping[str, str], known: Mapping[str, FileEntry]
 ) -> dict[str, FileEntry]:
     """Every file with its SHA-256; `known` ones are not read again, and may lie elsewhere."""
@@ -347,7 +352,8 @@ def _entries(
     return dict(sorted(entries.items()))
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a filled folder whole."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 

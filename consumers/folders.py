@@ -53,6 +53,10 @@ class Folders(Protocol):
         """A local folder that holds these files: the folder itself, or copies under `into`."""
         ...
 
+    def delete(self, name: str, paths: Iterable[str]) -> None:
+        """Delete files of a folder; no error for what is gone."""
+        ...
+
     def remove(self, name: str) -> None:
         """Delete a folder, manifest first, so that nobody takes the rest for whole."""
         ...
@@ -128,6 +132,11 @@ class LocalFolders:
         """The folder itself."""
         return self.root / name
 
+    def delete(self, name: str, paths: Iterable[str]) -> None:
+        """One by one."""
+        for path in paths:
+            (self.root / name / path).unlink(missing_ok=True)
+
     def remove(self, name: str) -> None:
         """Manifest first."""
         (self.root / name / MANIFEST).unlink(missing_ok=True)
@@ -196,6 +205,13 @@ class RemoteFolders:
             with _answering(self.uri):
                 self._fs.get_file(f"{self._root}/{name}/{path}", str(target))
         return into / name
+
+    def delete(self, name: str, paths: Iterable[str]) -> None:
+        """One by one."""
+        with _answering(self.uri):
+            for path in paths:
+                if self._fs.exists(place := f"{self._root}/{name}/{path}"):
+                    self._fs.rm_file(place)
 
     def remove(self, name: str) -> None:
         """Manifest first."""

@@ -36,8 +36,9 @@ def full_checkpoints(uri: str, lineage: Lineage) -> list[tuple[CheckpointStore, 
 
 
 class Base(NamedTuple):
-    """The checkpoint that training goes on from; `meta` is its trainer_meta.json."""
+    """The checkpoint of `store` that training goes on from; `meta` is its trainer_meta.json."""
 
+    store: CheckpointStore
     saved: Saved
     meta: dict[str, Any]
 
@@ -54,7 +55,7 @@ def load_newest(
             except CheckpointBroken as error:
                 logger.error("%s is left aside: %s", saved.uri, error)
                 continue
-            return Base(saved, msgspec.json.decode((folder / META).read_bytes()))
+            return Base(store, saved, msgspec.json.decode((folder / META).read_bytes()))
     return None
 
 

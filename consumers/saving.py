@@ -21,7 +21,15 @@ from ..streams import faults
 from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
 from .background import BackgroundSave
-from .checkpoints import CheckpointFailed, CheckpointStore, Contents, Saved, storage_errors
+from .checkpoints import (
+    NUM_SERVED,
+    CheckpointFailed,
+    CheckpointStore,
+    Contents,
+    Saved,
+    storage_errors,
+)
+from .copies import drop_copies
 from .lease import LeaseKeeper
 from .settings import TrainerSettings
 from .sources.source import Source
@@ -127,6 +135,7 @@ class Saver:
         self._land()
         if not self._is_full(step) or self._owed is not None:
             self._insist(step, _Due(True))
+        self._retire(spared_copies=1 if self.settings.save_hf_checkpoint == "last" else 0)
 
     def shorten_resume(self, step: int) -> None:
         """A full checkpoint before an early end, if steps were done since the last one."""
@@ -330,11 +339,15 @@ class Saver:
         except (WeightsUnavailable, *storage_errors()) as error:
             logger.warning("policy_version %d is trained on as it is: %s", first.step, error)
 
-    def _retire(self) -> None:
+    def _retire(self, *, spared_copies: int = NUM_SERVED) -> None:
+        """Delete what nobody needs; copies of weights are spared where explorers may want them."""
+        in_use = self.steps_in_use()
         try:
             gone = self.store.retire(
-                keep_full=self.settings.max_checkpoints_to_keep, keep_steps=self.steps_in_use()
+                keep_full=self.settings.max_checkpoints_to_keep, keep_steps=in_use
             )
+            if self.settings.save_hf_checkpoint != "always":
+                drop_copies(self.store, spare=spared_copies, but=in_use)
         except storage_errors() as error:
             logger.warning("old checkpoints are not deleted: %s", error)
             return

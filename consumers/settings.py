@@ -84,6 +84,7 @@ class TrainerSettings:
     """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
 
     `async_save` writes the states of a full checkpoint while training goes on.
+    `save_hf_checkpoint`: whose Hugging Face weights stay where shards hold the same (copies.py).
     `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
     first `critic_warmup` steps.
     """
@@ -101,6 +102,7 @@ class TrainerSettings:
     save_interval: int = 0
     resume_minutes: float = 10.0
     async_save: bool = False
+    save_hf_checkpoint: Literal["always", "last", "never"] = "always"
     max_checkpoints_to_keep: int = 0
     resume_from: str | None = None
     branch: str | None = None

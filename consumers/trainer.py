@@ -13,6 +13,7 @@ from ..streams.process import Process
 from ..streams.rows import Row, Rows, open_rows, to_json
 from .announcer import Announcer
 from .checkpoints import CheckpointStore
+from .copies import with_copy
 from .learning.examples import TrainingExample
 from .learning.learner import Learner
 from .learning.ranks import Ranks, join_ranks
@@ -128,7 +129,8 @@ def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
     if base is None:
         saver.after_step(0, is_last=False)
     else:
-        saver.go_on_from(base.saved)
+        # explorers of a fork begin with these weights
+        saver.go_on_from(with_copy(base.store, base.saved, saver.learner.save_hf))
 
 
 def _online_source(

@@ -122,7 +122,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("trainer.trainer_type trainer.trainer_strategy", "the trainer is streamrft's own"),
     *_rules("trainer.enable_preview", f"previews {_LATER}; see `streamrft tail trajectories`"),
-    *_rules("trainer.save_hf_checkpoint", "every checkpoint holds a Hugging Face model", "always"),
     *_rules(
         "trainer.use_dynamic_bsz trainer.use_remove_padding trainer.balance_batch "
         "trainer.fix_actor_microbatch_loss_scale",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...consumers.algorithms.catalogue import AlgorithmType, algorithm_type, check_sources
 from ...consumers.algorithms.correction_keys import CorrectionKeys
@@ -19,6 +19,7 @@ from ...consumers.settings import (
 from ...schemas.errors import ConfigError
 from .checks import pacing, uses_sft
 from .lengths import Lengths, lengths_of
+from .roles import TrainerSection
 from .schema import Config, StageConfig
 
 FIRST_BRANCH = "main"
@@ -49,6 +50,7 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         save_interval=trainer.save_interval,
         resume_minutes=trainer.resume_minutes,
         async_save=not config.deterministic if trainer.async_save is None else trainer.async_save,
+        save_hf_checkpoint=trainer.save_hf_checkpoint if not stage.name else _for_next(trainer),
         max_checkpoints_to_keep=trainer.max_checkpoints_to_keep,
         resume_from=config.resume_from,
         branch=branch_of(config) if config.resume_from else None,
@@ -64,6 +66,11 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         critic_model_path=config.model.critic_model_path or None,
         critic_warmup=trainer.critic_warmup,
     )
+
+
+def _for_next(trainer: TrainerSection) -> Literal["always", "last"]:
+    """The next stage begins with the Hugging Face folder of the last step, as in Trinity."""
+    return "always" if trainer.save_hf_checkpoint == "always" else "last"
 
 
 def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:

@@ -10,7 +10,8 @@ from ranked_feed import RankedFeed
 from s3_store import S3Store
 from training_feed import Feed, ended, trained_ids
 
-from streamrft.consumers.checkpoints import CheckpointStore
+from streamrft.consumers.checkpoints import WEIGHTS, CheckpointStore
+from streamrft.consumers.convert.convert import Request, convert
 from streamrft.schemas import events as ev
 
 NUM_GROUPS, NUM_STEPS = 7, 4
@@ -101,6 +102,27 @@ def test_team_killed_in_an_upload_to_s3_ends_like_a_quiet_one_and_one_process_go
     assert feed.train() == 0, feed.said
     last = feed.read("checkpoints", ev.Checkpoint)[-1]
     assert (last.step, last.kind) == (NUM_STEPS + 1, "full")
+
+
+def test_copies_for_explorers_go_where_no_hugging_face_model_is_kept(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    feed = new_feed(tmp_path, tiny_model_dir, save_hf_checkpoint="never")
+    assert feed.train(timeout_s=100) == 0, feed.said
+    store = CheckpointStore(feed.trainer_settings().checkpoint_uri, "main")
+    full = [s for s in store.scan() if s.manifest.kind == "full"]
+    assert {s.manifest.step for s in full} == {0, 1, 2, 3, 4}
+    for saved in full:
+        assert WEIGHTS not in saved.manifest.files
+        assert not (Path(saved.uri) / WEIGHTS).exists()
+    announced = feed.read("checkpoints", ev.Checkpoint)
+    assert {c.step for c in announced} == {0, 1, 2, 3, 4}, "explorers were told of each"
+    (outcome,) = convert(Request(Path(full[0].uri)))
+    assert outcome.state == "converted"
+    # a fork begins with weights that explorers must have
+    assert feed.train(resume_from="global_step_2", branch="again", total_steps=2) == 0, feed.said
+    first = next(c for c in feed.read("checkpoints", ev.Checkpoint) if c.branch == "again")
+    assert first.digest == feed.digests["main", 2]
 
 
 @pytest.mark.slow

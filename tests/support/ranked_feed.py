@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked import FORKED
 from rank_team import free_port
-from training_feed import _SERVER, Feed
+from training_feed import Feed
 
 
 @dataclass
@@ -31,7 +32,7 @@ class RankedFeed(Feed):
         for rank in range(1, self.size):
             own = {**environment, "RANK": str(rank)}
             args = (own, self.folder / f"rank-{rank}.log")
-            _SERVER.Process(target=_follow, args=args, daemon=True).start()
+            FORKED.Process(target=_follow, args=args, daemon=True).start()
         before, self.environment = self.environment, {**environment, "RANK": "0"}
         try:
             return super().start(**changes)
