@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from typing import Protocol
 
 from ..schemas.errors import StorageUnavailable
 from ..streams.blobs import open_storage, storage_errors, sync
+
+logger = logging.getLogger("streamrft")
 
 MANIFEST = "manifest.json"
 
@@ -228,7 +231,27 @@ class RemoteFolders:
             left = [n for n in found if not self._fs.exists(f"{self._root}/{n}/{MANIFEST}")]
             for name in left:
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
+        self._abort_uploads()
         return left
+
+    def _abort_uploads(self) -> None:
+        """Free the parts of large files whose upload was killed; nobody else sees or pays them.
+
+        Only in checkpoints: other processes upload beside them. Rights for it may be missing.
+        """
+        if not hasattr(self._fs, "call_s3"):
+            return
+        bucket, key, _ = self._fs.split_path(f"{self._root}/global_step_")
+        try:
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
+            # not every store looks at the prefix
+            left = [u for u in found.get("Uploads") or () if u["Key"].startswith(key)]
+            for upload in left:
+                named = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **named)
+                logger.info("aborted the upload of %s, which a dead trainer left", named["Key"])
+        except storage_errors() as error:
+            logger.warning("%s: uploads of dead trainers are not aborted: %s", self.uri, error)
 
 
 def upload(folder: Path, uri: str, paths: Iterable[str]) -> None:

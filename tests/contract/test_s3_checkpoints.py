@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from forked import FORKED
 from s3_store import S3Store
 from training_feed import Feed, ended, trained_ids
 from waiting import until
 
 from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, Contents, FileEntry
+from streamrft.consumers.states import OPTIMIZER_FILE
 from streamrft.schemas import events as ev
 
 NUM_GROUPS = 6
@@ -101,6 +104,50 @@ def test_large_file_goes_up_in_parts_and_comes_down_the_same(store: S3Store, tmp
     folder = CheckpointStore(f"{store.uri}/large", "main").fetch(saved, tmp_path)
     fetched = folder / "actor" / "optim_world_size_1_rank_0.pt"
     assert fetched.stat().st_size == size
+
+
+def save_in_parts(uri: str, step: int, environment: dict[str, str]) -> None:
+    """Save 60 MiB in parts of 5 MiB, the smallest that S3 takes."""
+    os.environ.update(environment)
+    import s3fs.core
+
+    s3fs.core.calculate_chunksize = lambda size, chunksize=None: 5 * MIB
+
+    def write_states(folder: Path, into: str) -> dict[str, FileEntry]:
+        (folder / "actor" / OPTIMIZER_FILE).write_bytes(bytes([step]) * 60 * MIB)
+        return {}
+
+    CheckpointStore(uri, "main").save(Contents(_model, write_states, {}), step=step, epoch=step)
+
+
+def test_kill_in_the_parts_of_an_upload_leaves_the_checkpoint_before_and_no_parts(
+    store: S3Store, tmp_path: Path
+):
+    uri = f"{store.uri}/killed"
+    arguments = (uri, 2, store.environment)
+    CheckpointStore(uri, "main").save(
+        Contents(_model, lambda folder, into: {}, {}), step=1, epoch=1
+    )
+    process = FORKED.Process(target=save_in_parts, args=arguments)
+    process.start()
+    until(lambda: any(store.uploads.values()), "a part")
+    process.kill()
+    process.join(10)
+    killed = f"killed/global_step_2.epoch_2/actor/{OPTIMIZER_FILE}"
+    assert store.uploads.keys() == {killed} and killed not in store.names
+    other = "killed/claims/of-a-living-explorer"
+    store.begin_upload(other)
+    after = CheckpointStore(uri, "main")
+    assert [s.manifest.step for s in after.scan()] == [1]
+    after.remove_staged()
+    assert store.uploads.keys() == {other}, "parts of others are left alone"
+    assert not [n for n in store.names if "global_step_2" in n]
+    process = FORKED.Process(target=save_in_parts, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert store.num_parts(killed) == 12
+    assert [s.manifest.step for s in after.scan()] == [2, 1]
 
 
 def test_store_away_in_an_upload_leaves_nothing_that_is_taken(store: S3Store, tmp_path: Path):

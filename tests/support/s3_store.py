@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import Any
 
 from moto.core.base_backend import BackendDict
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
@@ -70,6 +71,17 @@ class S3Store:
         """Parts that an object went up in; its tag tells. 0 when it went up at once."""
         tag = self._backend.buckets[BUCKET].keys[name].etag.strip('"')
         return int(tag.partition("-")[2] or 0)
+
+    @property
+    def uploads(self) -> dict[str, int]:
+        """Objects that go up in parts and are not whole, and how many of their parts are there."""
+        there = list(self._backend.buckets[BUCKET].multiparts.values())
+        return {upload.key_name: len(upload.parts) for upload in there}
+
+    def begin_upload(self, name: str) -> None:
+        """Somebody begins an object in parts, and is not done."""
+        where: Any = self._backend
+        where.create_multipart_upload(BUCKET, name, {}, "STANDARD", {}, None, "", "")
 
     @property
     def _backend(self):
