@@ -171,7 +171,8 @@ def _staleness(batch: Batch, step: int) -> dict[str, float]:
     """Steps done before this one minus the oldest policy_version of each experience."""
     if not batch.members:
         return {}
-    staleness = [step - 1 - e.min_policy_version for e in batch.examples]
+    rollouts = batch.examples[: len(batch.members)]
+    staleness = [step - 1 - e.min_policy_version for e in rollouts]
     return {
         "sample/staleness_mean": float(np.mean(staleness)),
         "sample/staleness_max": float(max(staleness)),

@@ -83,6 +83,7 @@ class SftSource:
 class TrainerSettings:
     """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
 
+    `experts` are rows of which every step online has `expert_rows` beside its groups.
     `async_save` writes the states of a full checkpoint while training goes on.
     `save_hf_checkpoint`: whose Hugging Face weights stay where shards hold the same (copies.py).
     `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
@@ -95,6 +96,8 @@ class TrainerSettings:
     batch_groups: int = 1
     train_batch_size: int = 0
     sft: SftSource | None = None
+    experts: SftSource | None = None
+    expert_rows: int = 0
     total_steps: int | None = None
     max_staleness: int | None = None
     source_max_staleness: Mapping[str, int | None] = field(default_factory=dict)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from ..schemas.events import Branch, now_ms
 from ..streams.lineage import Lineage
-from ..streams.log import Record
 from ..streams.process import Process
-from ..streams.rows import Row, Rows, open_rows, to_json
 from .announcer import Announcer
 from .checkpoints import CheckpointStore
 from .copies import with_copy
-from .learning.examples import TrainingExample
+from .inputs import Inputs, num_steps, open_rows_of
 from .learning.learner import Learner
 from .learning.ranks import Ranks, join_ranks
-from .learning.supervised import examples_of_row
 from .lease import LeaseKeeper
 from .loop import TrainingLoop
 from .peers import Peers
 from .recorded import History, choose_branch, read_history
 from .resume import Base, check_fork, check_log, full_checkpoints, load_newest
 from .saving import Saver
-from .settings import SftSource, TrainerSettings
-from .sources.members import BatchRules
-from .sources.online import OnlineSource
-from .sources.rows import RowSource
-from .sources.source import Source
+from .settings import TrainerSettings
 
 
 def run_trainer(process: Process, settings: TrainerSettings) -> None:
@@ -78,18 +69,14 @@ def open_loop(
     candidates = full_checkpoints(settings.checkpoint_uri, lineage)
     if settings.sft is None:
         check_log(history, lineage, candidates, settings.checkpoint_uri)
-    rows = None if settings.sft is None else _open_rows(settings.sft)
-    total_steps = settings.total_steps or _num_steps(settings, rows)
+    rows = open_rows_of(settings)
+    total_steps = settings.total_steps or num_steps(settings, rows)
     with ranks.together("start", settings=settings, total_steps=total_steps):
         learner = Learner(settings, total_steps=total_steps, ranks=ranks)
     base = load_newest(learner, candidates)
     position = base.meta["position"] if base else None
     announcer = Announcer(process.log, process.topics, keeper.lease)
-    source: Source = (
-        _online_source(process, settings, announcer, lineage, learner, position)
-        if rows is None
-        else _row_source(process, settings, announcer, rows, learner, position)
-    )
+    source = Inputs(process, settings, announcer, learner).open(lineage, rows, position)
     store = CheckpointStore(settings.checkpoint_uri, lineage.branch)
     peers = Peers(process.log, process.topics)
     saver = Saver(settings, store, announcer, keeper, learner, source, history.announced(lineage))
@@ -131,79 +118,3 @@ def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
     else:
         # explorers of a fork begin with these weights
         saver.go_on_from(with_copy(base.store, base.saved, saver.learner.save_hf))
-
-
-def _online_source(
-    process: Process,
-    settings: TrainerSettings,
-    announcer: Announcer,
-    lineage: Lineage,
-    learner: Learner,
-    position: Mapping[str, Any] | None,
-) -> OnlineSource:
-    rules = BatchRules(
-        batch_groups=settings.batch_groups,
-        max_staleness=settings.max_staleness,
-        source_max_staleness=settings.source_max_staleness,
-        in_number_order=settings.deterministic,
-        ends_by_steps=settings.total_steps is not None,
-        in_pairs=settings.algorithm.algorithm_type == "dpo",
-    )
-    source = OnlineSource(
-        process.log,
-        process.topics,
-        announcer,
-        rules,
-        lineage,
-        lineage.branch,
-        position=position,
-        reader=process.name,
-        check=learner.check,
-    )
-    source.catch_up()
-    return source
-
-
-def _open_rows(sft: SftSource) -> Rows:
-    return open_rows("sft", sft.path, split=sft.split, subset=sft.subset_name)
-
-
-def _num_steps(settings: TrainerSettings, rows: Rows | None) -> int | None:
-    """Steps of all epochs of supervised rows; None online, where the scheduler decides."""
-    if rows is None or settings.sft is None:
-        return None
-    return -(-settings.sft.total_epochs * len(rows) // settings.train_batch_size)
-
-
-def _row_source(
-    process: Process,
-    settings: TrainerSettings,
-    announcer: Announcer,
-    rows: Rows,
-    learner: Learner,
-    position: Mapping[str, Any] | None,
-) -> RowSource:
-    sft, limit = settings.sft, settings.max_sequence_tokens
-    assert sft is not None
-
-    def to_examples(row: Row, number: int) -> list[TrainingExample]:
-        made = examples_of_row(row, learner.tokenizer, sft, number=number, max_tokens=limit)
-        for example in made:
-            learner.check(example)
-        return made
-
-    def on_refused(number: int, row: Row | None, why: str) -> None:
-        value = None if row is None else to_json(row).encode()
-        record = Record(sft.path, 0, number, now_ms(), None, value, ())
-        announcer.dead_letter(record, why, process.name)
-
-    return RowSource(
-        rows,
-        to_examples,
-        on_refused,
-        batch_rows=settings.train_batch_size,
-        total_epochs=None if settings.total_steps else sft.total_epochs,
-        seed=settings.seed,
-        shuffle=sft.shuffle,
-        position=position,
-    )

@@ -108,7 +108,6 @@ ALGORITHMS: dict[str, AlgorithmType] = {
     "kto": AlgorithmType("kto", kl_loss_fn="k2", entropy_loss_fn="default", schema="kto"),
 }
 
-_EXPERTS = "expert rows mixed into the batch (buffer.trainer_input.auxiliary_buffers)"
 _TEACHER = "a teacher's log-probs (explorer.auxiliary_models)"
 # what a function reads that nothing delivers yet; the function itself is whole
 SOURCES: dict[str, dict[str, str]] = {
@@ -117,10 +116,6 @@ SOURCES: dict[str, dict[str, str]] = {
         "gigpo": "states of the environment at each step of a multi-turn workflow",
         "on_policy_distill": _TEACHER,
         "jsd": _TEACHER,
-    },
-    "policy_loss_fn": {
-        "mix": _EXPERTS,
-        "mix_chord": _EXPERTS,
     },
 }
 
@@ -139,6 +134,11 @@ def algorithm_type(name: str) -> AlgorithmType:
 def has_critic(name: str, advantage_fn: str | None = None) -> bool:
     """Whether a value model is trained beside the policy; `advantage_fn` replaces the own one."""
     return (advantage_fn or algorithm_type(name).advantage_fn) == "ppo"
+
+
+def reads_experts(name: str, policy_loss_fn: str | None = None) -> bool:
+    """Whether rows of an expert stand in the batch; `policy_loss_fn` replaces the own one."""
+    return (policy_loss_fn or algorithm_type(name).policy_loss_fn) in ("mix", "mix_chord")
 
 
 def awaited_source(kind: AlgorithmType, **chosen: str | None) -> str | None:

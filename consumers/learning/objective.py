@@ -74,8 +74,10 @@ def prepare(
     `max_tokens` is the constant of seq-mean-token-sum-norm; None takes the batch's longest.
     """
     values: list[Advantage] = [0.0] * len(examples)
+    own = [i for i, e in enumerate(examples) if not e.is_expert]  # experts have no reward
     if algorithm.advantage is not None:
-        values = algorithm.advantage(examples)
+        for i, value in zip(own, algorithm.advantage([examples[i] for i in own]), strict=True):
+            values[i] = value
     kept = [(e, v) for e, v in zip(examples, values, strict=True) if v is not None]
     if getattr(algorithm.advantage, "duplicate_experiences", False):
         kept = refilled(kept, len({e.group_id for e in examples}))
@@ -153,7 +155,8 @@ def micro_loss(
         else:
             metrics[f"mean/{name}"] = values.detach().sum()
     if algorithm.advantage is not None:
-        metrics |= _gap(tokens.logprobs.detach() - terms.behaviour_logprobs)
+        gap = tokens.logprobs.detach() - terms.behaviour_logprobs
+        metrics |= _gap(gap if tokens.is_expert is None else gap.masked_fill(tokens.is_expert, 0.0))
     return total, metrics
 
 
@@ -212,7 +215,11 @@ class Totals:
 
 
 def batch_metrics(examples: Sequence[TrainingExample]) -> dict[str, float]:
-    """Rewards by source, response length and number of groups; rewards only where there are any."""
+    """Rewards by source, response length and number of groups; rewards only where there are any.
+
+    An expert's rows count only where there is nothing else.
+    """
+    examples = [e for e in examples if not e.is_expert] or examples
     lengths = [e.num_trained_tokens for e in examples]
     metrics: dict[str, float] = {}
     if examples:
@@ -233,6 +240,7 @@ def batch_metrics(examples: Sequence[TrainingExample]) -> dict[str, float]:
 
 def length_bias(examples: Sequence[TrainingExample], objective: Objective) -> dict[str, float]:
     """Mean trained tokens of what moves the weights, and its ratio to all that was produced."""
+    examples = [e for e in examples if not e.is_expert]
     produced = float(np.mean([e.num_trained_tokens for e in examples])) if examples else 0.0
     if not objective.num_trained_examples or not produced:
         return {}

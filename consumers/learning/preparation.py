@@ -141,6 +141,9 @@ def penalised(
     changed: list[TrainingExample] = []
     totals: list[float] = []
     for example in examples:
+        if example.is_expert:
+            changed.append(example)
+            continue
         penalties = [coef * _divergence(s, kl) for s in example.sequences]
         places = np.concatenate([s.is_trained for s in example.sequences])
         rewards = np.zeros(len(places))
@@ -150,7 +153,7 @@ def penalised(
         reward = example.reward - totals[-1]
         tokens = rewards.astype(np.float32)
         changed.append(dataclasses.replace(example, reward=reward, token_rewards=tokens))
-    num_tokens = max(1, sum(e.num_trained_tokens for e in examples))
+    num_tokens = max(1, sum(e.num_trained_tokens for e in examples if not e.is_expert))
     mean = sum(totals) / coef / num_tokens
     return _regrouped(changed), {"critic/kl": mean, "critic/kl_coeff": coef}
 
@@ -179,9 +182,12 @@ def _regrouped(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
 def corrected(
     examples: Sequence[TrainingExample], correction: RolloutCorrection
 ) -> tuple[list[TrainingExample], dict[str, float]]:
-    """The examples with weights and masks from current_logprobs against the recorded ones."""
+    """The examples with weights and masks from current_logprobs against the recorded ones.
+
+    An expert's tokens keep weight 1: nobody recorded how likely they were.
+    """
     sequences = [s for e in examples for s in e.sequences]
-    ratios = [_log_ratio(s) for s in sequences]
+    ratios = [_log_ratio(s) * (not e.is_expert) for e in examples for s in e.sequences]
     outcome = correction(ratios)
     made = iter(
         _applied(s, w, k) for s, w, k in zip(sequences, outcome.weights, outcome.kept, strict=True)

@@ -12,7 +12,7 @@ from ..learning.examples import TrainingExample
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on, in order; members[i] names examples[i], or there are no members."""
+    """What one step trains on, in order; members[i] names examples[i], rows behind have none."""
 
     examples: Sequence[TrainingExample]
     members: Sequence[CutMember] = ()
@@ -26,7 +26,10 @@ class Source(Protocol):
     checkpoint saves says so. After a crash a source opened at that position goes on from there.
     """
 
-    num_read: int
+    @property
+    def num_read(self) -> int:
+        """Records read so far."""
+        ...
 
     def poll(self, steps_done: int, timeout_ms: int) -> int:
         """Read on, waiting up to `timeout_ms`; returns how many records came."""

@@ -50,9 +50,9 @@ def load(path: str | Path) -> Loaded:
         where = f"stages[{stage.name}]: " if stage.name else ""
         try:
             config_checks.check(stage.config)
+            warnings += config_support.warnings_of(stage)
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
-        warnings += config_support.warnings_of(stage)
     return Loaded(path.resolve(), stages, tuple(dict.fromkeys(warnings)))
 
 

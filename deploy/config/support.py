@@ -16,6 +16,7 @@ from ...schemas.errors import ConfigError
 from .buffer import ReplayBuffer
 from .checks import SELECTORS, rolls_out, tasksets, uses_sft
 from .roles import DynamicTimeout, OverRollout
+from .rows import expert_rows, mixes_experts
 from .schema import StageConfig
 
 _LATER = "is not in this version"
@@ -49,7 +50,7 @@ RULES: tuple[Rule, ...] = (
     *_rules("monitor", f"monitors {_LATER}; metrics are on the log: `streamrft status`"),
     *_rules("service", f"Data-Juicer {_LATER}"),
     *_rules("log.group_by_node", "every process has its own file in the folder log/"),
-    *_rules("algorithm.sample_strategy", _NOT_YET, None, "default", "staleness_control"),
+    *_rules("algorithm.sample_strategy", _NOT_YET, None, "default", "staleness_control", "mix"),
     *_rules("algorithm.enable_router_replay", _NOT_YET, False),
     *_rules("data_processor.task_pipeline", f"the task pipeline {_LATER}", None),
     *_rules("data_processor.experience_pipeline.save_input", _ON_LOG, True),
@@ -74,7 +75,6 @@ RULES: tuple[Rule, ...] = (
     *_rules("model.external_model", f"an external model {_LATER}", {}),
     *_rules("buffer.explorer_input.eval_tasksets", _EVALUATION, ()),
     *_rules("buffer.explorer_input.default_eval_workflow_type", _EVALUATION, None),
-    *_rules("buffer.trainer_input.auxiliary_buffers", f"mixing in other data {_LATER}", {}),
     *_rules(
         "buffer.trainer_input.experience_buffer.replay_buffer",
         f"replay {_LATER}; the log keeps every experience",
@@ -228,6 +228,7 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
     yield from _meant_for_others(stage)
     tasks, group = config.buffer.batch_size, config.algorithm.repeat_times
     size = config.buffer.train_batch_size
+    size -= expert_rows(config) if size else 0
     taken = 1 if config.algorithm.algorithm_type == "dpo" else group
     if rolls_out(config) and size and size != tasks * taken:
         what = "pairs" if taken < group else "experiences"
@@ -255,6 +256,8 @@ def _meant_for_others(stage: StageConfig) -> Iterator[str]:
         yield f"{', '.join(pairs)}: only algorithm_type dpo reads pairs."
     if stage.gives(f"{place}.label_key") and algorithm.algorithm_type != "kto":
         yield f"{place}.label_key: only algorithm_type kto reads verdicts."
+    if stage.config.buffer.trainer_input.auxiliary_buffers and not mixes_experts(stage.config):
+        yield "buffer.trainer_input.auxiliary_buffers: only policy_loss_fn mix and mix_chord read."
     critic = [p for p in ("model.critic_model_path", "trainer.critic_warmup") if stage.gives(p)]
     if critic and not has_critic(algorithm.algorithm_type, algorithm.advantage_fn):
         yield f"{', '.join(critic)}: only advantage_fn ppo has a critic."

@@ -13,13 +13,13 @@ from ...consumers.settings import (
     AlgorithmSettings,
     FunctionSettings,
     OptimizerSettings,
-    SftSource,
     TrainerSettings,
 )
 from ...schemas.errors import ConfigError
 from .checks import pacing, uses_sft
 from .lengths import Lengths, lengths_of
 from .roles import TrainerSection
+from .rows import expert_rows, expert_source, trained_rows
 from .schema import Config, StageConfig
 
 FIRST_BRANCH = "main"
@@ -38,7 +38,9 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         algorithm=algorithm_settings(stage),
         batch_groups=1 if sft else groups_a_step(config),
         train_batch_size=config.buffer.train_batch_size if sft else 0,
-        sft=_sft_source(config) if sft else None,
+        sft=trained_rows(config) if sft else None,
+        experts=expert_source(config),
+        expert_rows=expert_rows(config),
         total_steps=total_steps(config),
         max_staleness=None if sft else _max_staleness(config),
         source_max_staleness={
@@ -123,14 +125,17 @@ def groups_a_step(config: Config) -> int:
         return config.buffer.batch_size
     if config.algorithm.algorithm_type == "dpo":
         return size
-    if size % group:
-        below, above = size - size % group or group, size - size % group + group
+    own = size - expert_rows(config)
+    if own % group or not own:
+        below, above = size - own % group, size - own % group + group
+        listed = f"{below} or {above}" if below >= group else f"{above}"
+        found = f"{size} found" if own == size else f"{size} found, {size - own} of an expert"
         raise ConfigError(
-            f"buffer.train_batch_size: {size} found, no multiple of algorithm.repeat_times "
-            f"{group}. A step trains whole groups: write {below} or {above}, or leave it out for "
+            f"buffer.train_batch_size: {found}, no multiple of algorithm.repeat_times "
+            f"{group}. A step trains whole groups: write {listed}, or leave it out for "
             f"batch_size, {config.buffer.batch_size} groups."
         )
-    return size // group
+    return own // group
 
 
 def total_steps(config: Config) -> int | None:
@@ -160,36 +165,6 @@ def branch_of(config: Config) -> str:
         )
     parent = parts[-2] if len(parts) == 2 else FIRST_BRANCH
     return config.branch or f"{parent}.{step}"
-
-
-def _sft_source(config: Config) -> SftSource:
-    rows = config.buffer.trainer_input.experience_buffer
-    assert rows is not None and rows.path is not None
-    form = rows.format
-    schema = algorithm_type(config.algorithm.algorithm_type).schema
-    if form.prompt_type == "chatpair" and schema not in ("dpo", "kto"):
-        raise ConfigError(
-            "buffer.trainer_input.experience_buffer.format.prompt_type: chatpair is for DPO; "
-            "messages or plaintext is allowed."
-        )
-    return SftSource(
-        path=rows.path,
-        split=rows.split,
-        subset_name=rows.subset_name,
-        prompt_type="messages" if form.prompt_type == "chatpair" else form.prompt_type,
-        prompt_key=form.prompt_key,
-        response_key=form.response_key,
-        messages_key=form.messages_key,
-        system_prompt=form.system_prompt,
-        system_prompt_key=form.system_prompt_key,
-        total_epochs=config.buffer.total_epochs,
-        shuffle=rows.data_selector.selector_type != "sequential",
-        whole_text=schema == "cpt",
-        is_pairs=schema == "dpo",
-        chosen_key=form.chosen_key,
-        rejected_key=form.rejected_key,
-        label_key=form.label_key if schema == "kto" else None,
-    )
 
 
 def _function(

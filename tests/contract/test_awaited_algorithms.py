@@ -81,9 +81,9 @@ DATA: dict[str, Callable[[Examples], Examples]] = {
 }
 
 
-def test_the_table_above_has_all_that_wait_and_those_that_read_preferences():
+def test_the_table_above_has_all_that_wait_and_those_that_read_more_than_rewards():
     waiting = {n for n, kind in catalogue.ALGORITHMS.items() if catalogue.awaited_source(kind)}
-    assert DATA.keys() == waiting | {"dpo", "kto"}
+    assert DATA.keys() == waiting | {"dpo", "kto", "mix", "mix_chord"}
 
 
 def batch(one: Learner, name: str) -> Examples:

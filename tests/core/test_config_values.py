@@ -153,13 +153,10 @@ def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "source"),
     [
-        ({"algorithm_type": "mix"}, "expert rows mixed into the batch"),
-        ({"algorithm_type": "mix_chord"}, "expert rows mixed into the batch"),
         ({"algorithm_type": "on_policy_distill"}, "a teacher's log-probs"),
         ({"algorithm_type": "jsd"}, "a teacher's log-probs"),
         ({"algorithm_type": "gigpo"}, "states of the environment"),
         ({"advantage_fn": "remax"}, "the reward of a greedy rollout"),
-        ({"policy_loss_fn": "mix"}, "expert rows mixed into the batch"),
     ],
 )
 def test_what_waits_for_a_source_says_so_at_load(
