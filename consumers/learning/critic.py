@@ -44,13 +44,13 @@ class Critic:
     ) -> None:
         """Load from `settings.critic_model_path`, or else from `settings.model_path`."""
         path = settings.critic_model_path or settings.model_path
-        self._backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
+        self.backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
         self._ranks = ranks or Ranks()
-        network = self._backbone.network
+        network = self.backbone.network
         size = int(network.get_output_embeddings().weight.shape[1])
-        self._head = torch.nn.Linear(size, 1, bias=False, device=self._backbone.device)
+        self._head = torch.nn.Linear(size, 1, bias=False, device=self.backbone.device)
         torch.nn.init.zeros_(self._head.weight)
-        self._backbone.shard(self._ranks)
+        self.backbone.shard(self._ranks)
         self._ranks.shard(self._head)
         self.optimizer = ScheduledAdamW(
             "critic",
@@ -62,8 +62,8 @@ class Critic:
 
     def values(self, batch: DeviceBatch) -> Tensor:
         """V before each trained token of a micro-batch, float32 [n]."""
-        hidden = self._backbone.run(
-            lambda: self._backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+        hidden = self.backbone.run(
+            lambda: self.backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
         )
         return self._head(hidden)[:, 0].float()
 
@@ -89,8 +89,8 @@ class Critic:
         self.optimizer.zero_grad()
         total = 0.0
         for rows in self._ranks.plan(flat.lengths, budget):
-            batch = DeviceBatch(assemble(flat, rows), flat, self._backbone.device)
-            with self._backbone.autocast():
+            batch = DeviceBatch(assemble(flat, rows), flat, self.backbone.device)
+            with self.backbone.autocast():
                 values = self.values(batch)
             losses = value_losses(values, batch.moved(old), batch.moved(returns))
             loss = losses.sum() / num_tokens
@@ -117,7 +117,7 @@ class Critic:
 
     def config(self) -> bytes:
         """config.json of the Hugging Face folder that the weights make up."""
-        config = copy.deepcopy(self._backbone.network.config)
+        config = copy.deepcopy(self.backbone.network.config)
         config.dtype, config.num_labels = "float32", 1
         kind: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
         if kind is not None:
@@ -125,15 +125,15 @@ class Critic:
         return config.to_json_string().encode()
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        network = self._backbone.network
+        network = self.backbone.network
         prefix = network.base_model_prefix
         yield from network.base_model.named_parameters(prefix=prefix)
         yield HEAD, self._head.weight
 
     def named_weights(self) -> dict[str, Tensor]:
         """This rank's part of the weights, in place, named as in a token classifier."""
-        prefix = f"{self._backbone.network.base_model_prefix}."
-        names = self._backbone.named_weights()
+        prefix = f"{self.backbone.network.base_model_prefix}."
+        names = self.backbone.named_weights()
         weights = {n: t for n, t in names.items() if n.startswith(prefix)}
         return {**weights, HEAD: self._head.weight.detach(), BIAS: torch.zeros(1)}
 

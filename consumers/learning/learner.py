@@ -8,6 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -206,11 +207,15 @@ class Learner(Savable):
         """Fields of TrainingSequence as the models give them before the step, float32 [N] each."""
         flat = flatten([s for e in examples for s in e.sequences if s.is_trained.any()])
         fields = {n: np.zeros(len(flat.trained), np.float32) for n in wanted}
-        for rows in self._ranks.plan(flat.lengths, self._budget):
-            micro = assemble(flat, rows)
-            batch = DeviceBatch(micro, flat, self._policy.device)
-            for name, values in self._pass(batch, wanted).items():
-                fields[name][micro.trained] = values.float().cpu().numpy()
+        models = [self._policy] if self._critic is None else [self._policy, self._critic.backbone]
+        with ExitStack() as measuring:
+            for model in models:
+                measuring.enter_context(model.without_dropout())
+            for rows in self._ranks.plan(flat.lengths, self._budget):
+                micro = assemble(flat, rows)
+                batch = DeviceBatch(micro, flat, self._policy.device)
+                for name, values in self._pass(batch, wanted).items():
+                    fields[name][micro.trained] = values.float().cpu().numpy()
         parts = self._ranks.gathered(fields)
         return {name: functools.reduce(np.add, [p[name] for p in parts]) for name in fields}
 

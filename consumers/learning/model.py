@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +81,15 @@ class PolicyModel:
             return call()
         network = self.network if network is None else network
         return network.gathered_for(call)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Measure as engines do: what a model drops at random is for its training passes."""
+        self.network.eval()
+        try:
+            yield
+        finally:
+            self.network.train()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward passes."""

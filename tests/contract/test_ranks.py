@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import Kept, go_on_and_save, preferences, save, step_and_wait, steps
+from rank_jobs import Kept, go_on_and_save, go_on_twice, preferences, save, step_and_wait, steps
 from rank_team import start_team
 from safetensors.torch import load_file
-from tiny_learner import learner_settings
+from tiny_learner import learner_settings, mixed
 from waiting import until
 
 from streamrft.consumers.checkpoints import CheckpointStore
@@ -77,6 +78,9 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         assert list(found) == list(expected)
         for key, value in expected.items():
             assert_same_bits(found[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
     elif isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -119,6 +123,37 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
     assert models["critic"]["score.weight"].abs().sum() > 0
     in_place = convert(Request(folder / "global_step_3", with_critic=True))
     assert [o.state for o in in_place] == ["present", "converted"]
+
+
+def test_each_rank_drops_at_random_by_itself_and_again_after_a_resume(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    dropping, plain = learner_settings(folder), learner_settings(tiny_model_dir)
+    team = start_team(2, dropping, partial(go_on_twice, tmp_path / "two"), tmp_path / "team")
+    found = [Learner(settings, total_steps=None) for settings in (dropping, plain)]
+    weights = [steps(one, [0]).weights["model.norm.weight"] for one in found]
+    assert not torch.equal(*weights), "it drops in training"
+    with torch.random.fork_rng():
+        again = go_on_twice(tmp_path / "one", Learner(dropping, total_steps=None))
+    for new, straight_on, resumed in (again, team.result()):
+        assert len({state["cpu"].numpy().tobytes() for state in new.rng}) == len(new.rng)
+        assert_same_bits(resumed.weights, straight_on.weights)
+        assert_same_bits(resumed.rng, straight_on.rng)
+
+
+def test_what_is_measured_before_a_step_is_not_dropped(tmp_path: Path, tiny_model_dir: Path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    one = Learner(learner_settings(folder, bypass_old_logprobs=False), total_steps=None)
+    wanted = frozenset({"current_logprobs"})
+    state = torch.get_rng_state()
+    first, second = (one._measured(mixed(1), wanted)["current_logprobs"] for _ in range(2))
+    assert (first == second).all() and torch.equal(torch.get_rng_state(), state)
+    assert one.model.training
 
 
 def converted(step: Path, base: Path, into: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -66,6 +66,17 @@ def save(folder: Path, step: int, learner: Learner) -> Kept:
     return now
 
 
+def go_on_twice(folder: Path, learner: Learner) -> tuple[Kept, Kept, Kept]:
+    """What is new, what two steps make of it, and the second when the first was loaded."""
+    new = kept(learner, [])
+    steps(learner, [0])
+    save(folder, 1, learner)
+    straight_on = kept(learner, [])
+    store = CheckpointStore(str(folder), "main")
+    assert load_newest(learner, [(store, saved) for saved in store.scan()]) is not None
+    return new, straight_on, steps(learner, [3], 2)
+
+
 def go_on_and_save(
     folder: Path, chosen: Sequence[int], first: int, learner: Learner
 ) -> tuple[Kept, Kept, Kept]:
