@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import Kept, go_on_and_save, go_on_twice, preferences, save, step_and_wait, steps
+from rank_jobs import (
+    Kept,
+    fail_once,
+    go_on_and_save,
+    go_on_twice,
+    preferences,
+    save,
+    step_and_wait,
+    steps,
+)
 from rank_team import start_team
 from safetensors.torch import load_file
 from tiny_learner import learner_settings, mixed
@@ -21,6 +30,7 @@ from waiting import until
 from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.convert.convert import Request, convert
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.resume import load_newest
 from streamrft.consumers.settings import FunctionSettings
 
 pytestmark = pytest.mark.usefixtures("torch_as_before")
@@ -95,7 +105,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
     settings = learner_settings(tiny_model_dir, algorithm_type="ppo")
     folder, one = tmp_path / "checkpoints", Learner(settings, total_steps=None)
     steps(one, [0])
-    saved = by_three = save(folder, 1, one)
+    saved = {1: save(folder, 1, one)}
     expected = Learner(settings, total_steps=None)
     steps(expected, [0])
     for step, size in ((2, 2), (3, 3), (4, 1)):
@@ -106,10 +116,9 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
             found = job(Learner(settings, total_steps=None))
         loaded, stepped, next_saved = found
         for part in ("weights", "optimizer"):
-            assert_same_bits(getattr(loaded, part), getattr(saved, part))
+            assert_same_bits(getattr(loaded, part), getattr(saved[step - 1], part))
         assert_same_curve(stepped, steps(expected, [step], step))
-        saved = next_saved
-        by_three = saved if size == 3 else by_three
+        saved[step] = next_saved
     written = {s.manifest.step: s for s in CheckpointStore(str(folder), "main").scan()}
     assert [s for s in written if written[s].manifest.is_sharded] == [3, 2]
     for step, size in ((2, 2), (3, 3)):
@@ -119,10 +128,31 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
         # no rank wrote, or held in its copy, much more than its share
         assert max(sizes) < 1.25 * sum(sizes) / size
     models = converted(folder / "global_step_3", tiny_model_dir, tmp_path)
-    assert_same_bits(dict(sorted(models["actor"].items())), dict(sorted(by_three.weights.items())))
+    assert_same_bits(dict(sorted(models["actor"].items())), dict(sorted(saved[3].weights.items())))
     assert models["critic"]["score.weight"].abs().sum() > 0
     in_place = convert(Request(folder / "global_step_3", with_critic=True))
     assert [o.state for o in in_place] == ["present", "converted"]
+    change_a_bit(folder / "global_step_3" / "actor" / "dcp" / "__2_0.distcp")
+    store = CheckpointStore(str(folder), "main")
+    base = load_newest(one, [(store, written[3]), (store, written[2])])
+    assert base is not None and base.saved.manifest.step == 2
+    assert_same_bits(one.state_dict(), saved[2].weights)
+
+
+def change_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_rank_that_cannot_write_fails_the_save_and_not_the_team(
+    tmp_path: Path, tiny_model_dir: Path
+):
+    settings = learner_settings(tiny_model_dir)
+    why = start_team(2, settings, partial(fail_once, tmp_path), tmp_path / "team").result()
+    assert "the shards of rank 1" in why and "Is a directory" in why
+    (saved,) = CheckpointStore(str(tmp_path), "main").scan()
+    assert saved.manifest.is_sharded
 
 
 def test_each_rank_drops_at_random_by_itself_and_again_after_a_resume(

@@ -66,6 +66,18 @@ def save(folder: Path, step: int, learner: Learner) -> Kept:
     return now
 
 
+def fail_once(folder: Path, learner: Learner) -> str:
+    """Save where rank 1 cannot write, then where it can; why it could not."""
+    states = states_of(learner, 1)
+    (folder / "full" / "actor" / "dcp" / "__1_0.distcp").mkdir(parents=True)
+    try:
+        states.write(folder / "full", "")
+    except OSError as error:
+        save(folder, 1, learner)
+        return str(error)
+    return "nothing failed"
+
+
 def go_on_twice(folder: Path, learner: Learner) -> tuple[Kept, Kept, Kept]:
     """What is new, what two steps make of it, and the second when the first was loaded."""
     new = kept(learner, [])
