@@ -151,8 +151,9 @@ def test_end_offsets_lie_one_past_the_last_record(log, topic, partitions):
 def test_removed_topic_is_unknown_to_those_who_knew_it(place, log, topic, reader, partitions):
     assert reader.poll() == []
     place.open().delete_topic(topic)
+    # Kafka's leader lets go of its replicas a moment after the topic is no longer listed
     with pytest.raises(UnknownTopic):
-        log.end_offsets(partitions)
+        wait_for(lambda: not log.end_offsets(partitions))
     with pytest.raises(UnknownTopic):
         wait_for(lambda: reader.poll(timeout_ms=50))
 

@@ -121,6 +121,9 @@ def test_copy_is_not_changed_by_training_on(tiny_model_dir: Path):
         def rng_state(self):
             return [{"cpu": self.moments}]
 
+        def critic_config(self):
+            return None
+
     learner = Learner()
     copy = states_of(learner, 1, copies=True)  # type: ignore[arg-type]
     learner.moments += 1
