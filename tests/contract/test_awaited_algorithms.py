@@ -188,9 +188,17 @@ def test_kto_takes_its_baseline_from_other_prompts_answers(tiny_model_dir: Path)
     )
     masks = [e.sequences[0].is_trained for e in others]
     sums = [(a - b)[m].sum() for a, b, m in zip(after, before, masks, strict=True)]
+    d = [
+        sum((plain_logprobs(m, s).detach().double().numpy() * s.is_trained).sum() * sign
+            for m, sign in ((one.model, 1), (one._reference, -1)))
+        for e in examples for s in e.sequences
+    ]  # fmt: skip
     second = one.step(examples, step=2)
     z = max(0.0, float(np.mean(sums)))
     assert z > 0 and second["actor/kl_to_reference"] == pytest.approx(z, rel=1e-3)
+    signs = np.array([1 if e.reward > 0.5 else -1 for e in examples])
+    value = 1 / (1 + np.exp(-0.1 * signs * (np.array(d) - z)))
+    assert second["actor/pg_loss"] == pytest.approx(float(np.mean(1 - value)), rel=1e-4)
 
 
 def test_rollouts_above_the_threshold_are_wanted_and_rows_say_it_themselves(tiny_model_dir: Path):

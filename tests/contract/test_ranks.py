@@ -61,6 +61,7 @@ def assert_same_curve(found: Kept, expected: Kept) -> None:
     [
         pytest.param(GRPO, id="kl to a reference, entropy, measured before the step"),
         pytest.param({"algorithm_type": "ppo"}, id="critic"),
+        pytest.param({"algorithm_type": "kto"}, id="baseline of mismatched answers"),
     ],
 )
 def test_two_ranks_give_the_curve_of_one(tmp_path: Path, tiny_model_dir: Path, changes: Any):

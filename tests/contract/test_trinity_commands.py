@@ -41,6 +41,11 @@ def test_run_takes_a_configuration_and_folders_of_plugins(
     assert shown.job_dir == str(tmp_path / "checkpoint_root_dir" / "faults" / "small")
 
 
+def test_run_mixes_an_experts_rows_into_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = derived(capsys, "run", "--config", str(FILES / "mix.yaml"), "--dry-run")
+    assert (shown.groups_a_step, shown.experiences_a_step) == (4, 16)
+
+
 def test_run_takes_all_stages_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     shown = derived(capsys, "run", "--config", str(FILES / "stages.yaml"), "--dry-run")
     assert [stage.stage for stage in shown.stages] == ["sft_warmup", "rft", "preferences"]

@@ -35,7 +35,7 @@ def trinity(
         "tasks": [{"question": f"{i:03d}?", "answer": str(i)} for i in range(40)],
     }
     for name, listed in rows.items():
-        lines = "".join(json.dumps(row) + "\n" for row in listed)
+        lines = "".join(json.dumps(row) + "\n" for row in [*listed, {"of": "no use"}])
         (tmp_path / f"{name}.jsonl").write_text(lines)
     monkeypatch.setenv("TRINITY_MODEL_PATH", str(tiny_model_dir))
     monkeypatch.setenv("TRINITY_TASKSET_PATH", str(tmp_path))
@@ -67,6 +67,9 @@ def saved(run: SmallRun) -> dict[int, str]:
 def test_a_file_of_rows_trains_as_it_is(trinity: Callable[[str], SmallRun], name: str) -> None:
     run = trinity(name)
     run.finish()
+    letters, again = run.tool("dead-letters", "list"), run.tool("dead-letters", "replay", "--all")
+    assert letters.stdout.count("the row has of. Set format.") == 1, letters.stdout
+    assert (again.returncode, again.stderr) == (1, "0 replayed, 1 refused\n")
     found = losses(run)
     assert len(found) == {"sft": 3, "dpo": 6}[name] and found[-1] < found[0]
 
