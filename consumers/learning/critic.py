@@ -63,7 +63,7 @@ class Critic:
     def values(self, batch: DeviceBatch) -> Tensor:
         """V before each trained token of a micro-batch, float32 [n]."""
         hidden = self.backbone.run(
-            lambda: self.backbone.hidden(batch.input_ids).flatten(0, 1)[batch.predictors]
+            lambda: self.backbone.hidden(batch.input_ids, batch.lengths)[batch.predictors]
         )
         return self._head(hidden)[:, 0].float()
 

@@ -5,14 +5,19 @@ n places, hidden size H, vocabulary V. Only places whose next token is trained c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# logits that may be held at once, in float32: 64 MiB
-MAX_LOGITS = 2**24
+# logits that may be held at once, in float32: 128 MiB
+MAX_LOGITS = 2**25
+# of them at once in the passes over logits, on a CPU: 8 MiB
+BLOCK_LOGITS = 2**21
 
 Head = Callable[[Tensor], Tensor]
 
@@ -73,12 +78,57 @@ def _chosen(
     logits = head(hidden).float()
     if temperatures is not None:
         logits = logits / temperatures[:, None]
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    if not with_entropy:
-        return logprobs, None
-    mean_logit = (torch.softmax(logits, -1) * logits).sum(-1)
-    return logprobs, normaliser - mean_logit
+    logprobs, entropies = _Chosen.apply(logits, targets, with_entropy)
+    return logprobs, entropies if with_entropy else None
+
+
+class _Chosen(Function):
+    """Log-probs and entropies [n] of logits [n, V], which become their own gradient.
+
+    Autograd's own would make four more arrays [n, V] while all activations are alive. Rows are
+    done a few at a time, so that they stay in a CPU's cache.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        chosen = logits.gather(-1, targets[:, None])[:, 0]
+        normaliser, entropies = torch.empty_like(chosen), torch.zeros_like(chosen)
+        for rows in _blocks(logits):
+            normaliser[rows] = logits[rows].logsumexp(-1)
+            if with_entropy:
+                p = (logits[rows] - normaliser[rows, None]).exp_()
+                entropies[rows] = normaliser[rows] - p.mul_(logits[rows]).sum(-1)
+        ctx.save_for_backward(logits, targets, normaliser, entropies)
+        ctx.with_entropy, ctx.is_spent = with_entropy, False
+        return chosen - normaliser, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        """By a logit: 1[target] - p of the log-prob, -p (log p + H) of the entropy."""
+        grad_logprobs, grad_entropies = gradients
+        assert not ctx.is_spent, "the logits were overwritten by the first backward pass"
+        ctx.is_spent = True
+        logits, targets, normaliser, entropies = ctx.saved_tensors
+        for rows in _blocks(logits):
+            z = logits[rows].sub_(normaliser[rows, None])
+            scale = -grad_logprobs[rows, None]
+            if ctx.with_entropy:
+                slope = (z + entropies[rows, None]).mul_(-grad_entropies[rows, None])
+                z.exp_().mul_(slope.add_(scale))
+            else:
+                z.exp_().mul_(scale)
+        logits.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
+        return logits, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    size = max(1, BLOCK_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    return (slice(i, i + size) for i in range(0, len(logits), max(1, size)))
 
 
 @torch.no_grad()

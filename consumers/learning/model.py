@@ -1,6 +1,6 @@
 """A causal language model as the learner uses it: loaded, run in two halves, saved.
 
-R rows of width W, hidden size H, n chosen places, vocabulary V.
+T tokens of some sequences, hidden size H, n chosen places, vocabulary V.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ...schemas.errors import ConfigError
 from ...streams.blobs import sha256_file
 from ...streams.weights.object_storage import WEIGHTS_FILE
 from ..settings import TrainerSettings
+from .packing import Packing
 from .ranks import Ranks
 from .shards import whole
 
@@ -43,8 +44,8 @@ class PolicyModel:
         """Load from `settings.model_path`, a folder or a name on the Hugging Face hub.
 
         Raises:
-            ConfigError: an unknown dtype, a folder that is no whole model, or a model whose logits
-                are more than its head's.
+            ConfigError: an unknown dtype, a folder that is no whole model, a model whose logits
+                are more than its head's, or one that mixes sequences in a row.
         """
         disable_progress_bar()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,6 +65,7 @@ class PolicyModel:
         self._static: dict[str, bytes] = {}
         self._ranks, self._names = Ranks(), list[str]()
         self.num_logits = int(self.network.get_output_embeddings().weight.shape[0])
+        self._packing = Packing(self.network, settings.model_path)
         self._check_head(settings.model_path)
 
     def shard(self, ranks: Ranks) -> None:
@@ -96,13 +98,15 @@ class PolicyModel:
         enabled = self._autocast_dtype is not None
         return torch.autocast(self.device.type, self._autocast_dtype, enabled=enabled)
 
-    def hidden(self, input_ids: Tensor, network: Any = None) -> Tensor:
-        """Final hidden states [R, W, H] of right-padded rows [R, W]; `network` defaults to its own.
+    def hidden(self, input_ids: Tensor, lengths: list[int], network: Any = None) -> Tensor:
+        """Final hidden states [T, H] of sequences that lie end to end in `input_ids` [T].
 
-        No mask is given: attention is causal, so padding on the right is seen by no real token.
+        Each comes out as it does alone. `network` defaults to its own.
         """
         network = self.network if network is None else network
-        return network.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        options = self._packing.options(lengths, input_ids.device)
+        found = network.base_model(input_ids=input_ids[None], use_cache=False, **options)
+        return found.last_hidden_state[0]
 
     def head(self, hidden: Tensor, network: Any = None) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
@@ -201,10 +205,10 @@ class PolicyModel:
     @torch.no_grad()
     def _check_head(self, path: str) -> None:
         """Refuse models that scale logits in a way that `head` does not know."""
-        ids = torch.arange(8, device=self.device)[None] % self.num_logits
+        ids = torch.arange(8, device=self.device) % self.num_logits
         self.network.eval()
-        whole = self.network(input_ids=ids, use_cache=False).logits
-        halves = self.head(self.hidden(ids))
+        whole = self.network(input_ids=ids[None], use_cache=False).logits[0]
+        halves = self.head(self.hidden(ids, [8]))
         self.network.train()
         if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
             raise ConfigError(

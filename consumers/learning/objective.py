@@ -62,7 +62,7 @@ class Objective:
         lengths = self.flat.lengths
         if not self.is_paired:
             return [self.active[rows] for rows in plan(lengths[self.active], budget)]
-        pairs = plan(lengths.reshape(-1, 2).max(axis=1), budget // 2)
+        pairs = plan(lengths.reshape(-1, 2).sum(axis=1), budget)
         return [(2 * rows[:, None] + np.arange(2)).ravel() for rows in pairs]
 
 

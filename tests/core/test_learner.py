@@ -272,6 +272,17 @@ def test_bfloat16_computes_roughly_the_same_and_keeps_float32_weights(tiny_model
     assert {t.dtype for t in rough.state_dict().values()} == {torch.float32}
 
 
+def test_without_bfloat16_arithmetic_the_learner_says_so_and_computes_in_float32(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    exact, fallen = learner(tiny_model_dir), learner(tiny_model_dir, dtype="bfloat16")
+    assert "no bfloat16 arithmetic: the learner computes in float32" in caplog.text
+    for one in (exact, fallen):
+        one.step(mixed(), step=1)
+    assert weights_of(exact) == weights_of(fallen)
+
+
 def test_an_unknown_dtype_or_algorithm_is_an_error_at_load(tiny_model_dir: Path):
     with pytest.raises(ConfigError, match="'float16' is neither float32 nor bfloat16"):
         learner(tiny_model_dir, dtype="float16")

@@ -51,7 +51,8 @@ def test_chunks_give_the_values_and_the_gradients_of_the_whole(chunk: int):
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_chunked_logits_do_not_stay_for_the_backward_pass():
+def kept_sizes(max_logits: int) -> list[int]:
+    """Sizes of what is saved for the backward pass."""
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,9 +66,28 @@ def test_chunked_logits_do_not_stay_for_the_backward_pass():
             lambda h: h @ weight.T,
             targets,
             num_logits=VOCABULARY,
-            max_logits=5 * VOCABULARY,
+            with_entropy=True,
+            max_logits=max_logits,
         )
-    assert max(saved) < PLACES * VOCABULARY
+    return saved
+
+
+def test_chunked_logits_do_not_stay_for_the_backward_pass():
+    assert max(kept_sizes(5 * VOCABULARY)) < PLACES * VOCABULARY
+
+
+def test_whole_logits_stay_once_for_the_backward_pass():
+    assert kept_sizes(2**24).count(PLACES * VOCABULARY) == 1
+
+
+def test_a_second_backward_pass_over_spent_logits_is_refused():
+    hidden, weight, targets, _ = inputs()
+    logprobs, _ = token_logprobs(
+        hidden, lambda h: h @ weight.T, targets, num_logits=VOCABULARY, with_entropy=True
+    )
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="overwritten by the first backward"):
+        logprobs.sum().backward()
 
 
 def test_half_precision_logits_are_normalised_in_float32():
