@@ -68,6 +68,7 @@ class SftSource:
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str = "messages"
+    tools_key: str = "tools"
     system_prompt: str | None = None
     system_prompt_key: str | None = None
     total_epochs: int = 1

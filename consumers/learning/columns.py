@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ...schemas.errors import InvalidEvent
 from ...streams.rows import conversation
 from ..settings import SftSource
-from .conversations import Message
+from .conversations import Message, Tools
 
 # TRL's names of columns whose Trinity name is the default; either is read
 _ALSO = {"message": "messages", "response": "completion", "prompt": "text"}
@@ -53,6 +54,21 @@ def sides(row: Mapping[str, Any], source: SftSource) -> list[Side]:
 def turns(row: Mapping[str, Any], given: Any, source: SftSource) -> list[Message]:
     """A text of the user or a list of messages, behind the row's system prompt."""
     return conversation(dict(row), _messages(given), source)
+
+
+def tools_of(row: Mapping[str, Any], source: SftSource) -> Tools:
+    """Schemas of the functions that the row's assistant may call, as a list or as JSON text."""
+    given = row.get(source.tools_key)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise InvalidEvent(
+                f"{source.tools_key!r} is no JSON: {error}", field="tools"
+            ) from error
+    if given is not None and not isinstance(given, list):
+        raise InvalidEvent(f"{source.tools_key!r} holds no list of functions", field="tools")
+    return given or None
 
 
 def lacks(row: Mapping[str, Any], key: str, what: str, advice: str) -> InvalidEvent:

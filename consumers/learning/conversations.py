@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -16,11 +17,14 @@ from ...schemas.errors import InvalidEvent
 from .examples import Ints, Mask
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 # as transformers finds the marks of a template
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[Ints, Mask]:
+def marked(
+    messages: Sequence[Message], first: int, tokenizer: Any, tools: Tools = None
+) -> tuple[Ints, Mask]:
     """Tokens and mask [T]: the assistant's turns from messages[first] on, each with its end token.
 
     Args:
@@ -28,6 +32,7 @@ def marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[Int
         first: the messages before it are a prompt, and not trained whoever wrote them.
         tokenizer: a transformers tokenizer. Without a chat template the contents are joined as
             plain text, the last one ended by the end-of-sequence token.
+        tools: JSON schemas of functions, for the template.
 
     Raises:
         InvalidEvent: no such messages, or the template cannot render them, or renders a turn
@@ -36,14 +41,14 @@ def marked(messages: Sequence[Message], first: int, tokenizer: Any) -> tuple[Int
     _check(messages)
     if tokenizer.chat_template is None:
         return _plain(messages, tokenizer)
-    tokens, mask = _rendered(messages, first, tokenizer)
+    tokens, mask = _Rendering(tokenizer, tools).marked(messages, first)
     return np.asarray(tokens, np.int32), np.asarray(mask, np.uint8)
 
 
-def whole(messages: Sequence[Message], tokenizer: Any) -> Ints:
+def whole(messages: Sequence[Message], tokenizer: Any, tools: Tools = None) -> Ints:
     """Tokens [T] of a conversation. Raises as `marked`."""
     _check(messages)
-    return np.asarray(_render(messages, tokenizer), np.int32)
+    return np.asarray(_Rendering(tokenizer, tools).tokens(messages), np.int32)
 
 
 def _check(messages: Sequence[Message]) -> None:
@@ -57,42 +62,63 @@ def _check(messages: Sequence[Message]) -> None:
             )
 
 
-def _rendered(
-    messages: Sequence[Message], first: int, tokenizer: Any
-) -> tuple[list[int], list[int]]:
-    """By the template's generation marks, or by the prefixes that end before and after a turn."""
-    if _MARKS.search(tokenizer.chat_template):
-        found = _apply(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        tokens, mask = list(found["input_ids"]), list(found["assistant_masks"])
-        if any(m["role"] == "assistant" for m in messages[:first]):
-            end = len(_prefix(messages, first, tokens, tokenizer))
-            mask[:end] = [0] * end
+@dataclass(frozen=True)
+class _Rendering:
+    """One tokenizer's template, with the tools of one row."""
+
+    tokenizer: Any
+    tools: Tools
+
+    def marked(self, messages: Sequence[Message], first: int) -> tuple[list[int], list[int]]:
+        """By the template's generation marks, or by the prefixes before and after a turn."""
+        if _MARKS.search(self.tokenizer.chat_template):
+            found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            tokens, mask = list(found["input_ids"]), list(found["assistant_masks"])
+            if any(m["role"] == "assistant" for m in messages[:first]):
+                end = len(self._prefix(messages, first, tokens))
+                mask[:end] = [0] * end
+            return tokens, mask
+        tokens = self.tokens(messages)
+        mask = [0] * len(tokens)
+        for i in range(first, len(messages)):
+            if messages[i]["role"] == "assistant":
+                start = len(self._prefix(messages, i, tokens))
+                end = self._without_space(tokens, start, self._end(messages, i, tokens))
+                mask[start:end] = [1] * (end - start)
         return tokens, mask
-    tokens = _render(messages, tokenizer)
-    mask = [0] * len(tokens)
-    for i in range(first, len(messages)):
-        if messages[i]["role"] == "assistant":
-            start = len(_prefix(messages, i, tokens, tokenizer))
-            end = _end(messages, i, tokens, tokenizer)
-            end = _without_space(tokens, start, end, tokenizer)
-            mask[start:end] = [1] * (end - start)
-    return tokens, mask
 
+    def tokens(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
 
-def _prefix(
-    messages: Sequence[Message], count: int, tokens: list[int], tokenizer: Any
-) -> list[int]:
-    """Tokens of the first messages, and of what opens the assistant's turn where one follows."""
-    is_asked = count < len(messages) and messages[count]["role"] == "assistant"
-    before = _render(messages[:count], tokenizer, add_generation_prompt=is_asked)
-    return _begun(before, tokens, count)
+    def _prefix(self, messages: Sequence[Message], count: int, tokens: list[int]) -> list[int]:
+        """Tokens of the first messages, and of what opens the assistant's turn if one follows."""
+        is_asked = count < len(messages) and messages[count]["role"] == "assistant"
+        before = self.tokens(messages[:count], add_generation_prompt=is_asked)
+        return _begun(before, tokens, count)
 
+    def _end(self, messages: Sequence[Message], i: int, tokens: list[int]) -> int:
+        """Where the turn of messages[i] ends; the last one may bring tokens that no other has."""
+        if i + 1 == len(messages):
+            return len(tokens)
+        return len(_begun(self.tokens(messages[: i + 1]), tokens, i + 1))
 
-def _end(messages: Sequence[Message], i: int, tokens: list[int], tokenizer: Any) -> int:
-    """Where the turn of messages[i] ends; the last one may bring tokens that no other has."""
-    if i + 1 == len(messages):
-        return len(tokens)
-    return len(_begun(_render(messages[: i + 1], tokenizer), tokens, i + 1))
+    def _without_space(self, tokens: list[int], start: int, end: int) -> int:
+        """The end of a turn without the white space that is written behind its end token."""
+        last = end
+        while last > start and self.tokenizer.decode(tokens[last - 1 : last]).isspace():
+            last -= 1
+        ends_turn = last > start and tokens[last - 1] in self.tokenizer.added_tokens_decoder
+        return last if ends_turn else end
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **options)
+        except (jinja2.TemplateError, TypeError) as error:  # what templates raise about messages
+            raise InvalidEvent(
+                f"the chat template cannot render the messages: {error}", field="messages"
+            ) from error
 
 
 def _begun(part: list[int], tokens: list[int], count: int) -> list[int]:
@@ -104,32 +130,6 @@ def _begun(part: list[int], tokens: list[int], count: int) -> list[int]:
             field="messages",
         )
     return part
-
-
-def _without_space(tokens: list[int], start: int, end: int, tokenizer: Any) -> int:
-    """The end of a turn without the white space that a template writes behind its end token."""
-    last = end
-    while last > start and tokenizer.decode(tokens[last - 1 : last]).isspace():
-        last -= 1
-    ends_turn = last > start and tokens[last - 1] in tokenizer.added_tokens_decoder
-    return last if ends_turn else end
-
-
-def _render(
-    messages: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool = False
-) -> list[int]:
-    return _apply(
-        tokenizer, messages, add_generation_prompt=add_generation_prompt, return_dict=False
-    )
-
-
-def _apply(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
-    try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except (jinja2.TemplateError, TypeError) as error:  # what templates raise about messages
-        raise InvalidEvent(
-            f"the chat template cannot render the messages: {error}", field="messages"
-        ) from error
 
 
 def _plain(messages: Sequence[Message], tokenizer: Any) -> tuple[Ints, Mask]:

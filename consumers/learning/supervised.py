@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.errors import InvalidEvent
 from ..settings import SftSource
-from .columns import Side, cell, lacks, sides, turns
+from .columns import cell, lacks, sides, tools_of, turns
 from .conversations import marked, whole
 from .examples import Ints, Mask, TrainingExample, TrainingSequence
 
@@ -40,7 +40,11 @@ def examples_of_row(
             tokens = _text(row, tokenizer, source)
             parts = [(tokens, np.ones(len(tokens), np.uint8), 0)]
         else:
-            parts = [_part(side, tokenizer) for side in sides(row, source)]
+            tools = tools_of(row, source)
+            parts = [
+                (*marked(side.messages, side.first, tokenizer, tools), side.preference)
+                for side in sides(row, source)
+            ]
         return [
             TrainingExample(
                 trajectory_id=f"{kind}.{number}:{slot}:row",
@@ -54,10 +58,6 @@ def examples_of_row(
         ]
     except InvalidEvent as error:
         raise InvalidEvent(f"{source.path} row {number}: {error}", field=error.field) from error
-
-
-def _part(side: Side, tokenizer: Any) -> tuple[Ints, Mask, int]:
-    return *marked(side.messages, side.first, tokenizer), side.preference
 
 
 def _cut(tokens: Ints, mask: Mask, limit: int | None) -> TrainingSequence:
@@ -79,7 +79,7 @@ def _text(row: Mapping[str, Any], tokenizer: Any, source: SftSource) -> Ints:
     """A text and the end-of-sequence token, or a conversation; all of it is trained."""
     given = cell(row, source.messages_key)
     if source.prompt_type == "messages" and given:
-        return whole(turns(row, given, source), tokenizer)
+        return whole(turns(row, given, source), tokenizer, tools_of(row, source))
     text = cell(row, source.prompt_key)
     if not isinstance(text, str):
         raise lacks(row, source.prompt_key, "no text", "format.prompt_key to the key of the text")

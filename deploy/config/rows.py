@@ -94,6 +94,7 @@ def _rows_of(rows: ExperienceBuffer, schema: str, place: str, *, total_epochs: i
         prompt_key=form.prompt_key,
         response_key=form.response_key,
         messages_key=form.messages_key,
+        tools_key=form.tools_key or "tools",
         system_prompt=form.system_prompt,
         system_prompt_key=form.system_prompt_key,
         total_epochs=total_epochs,

@@ -164,7 +164,7 @@ _MODEL_RULES = (
     *_rules("enable_openai_api enable_history api_key", _SERVING, False, "EMPTY"),
 )
 _FORMAT_RULES = (
-    *_rules("format.tools_key format.image_key format.video_key", _NOT_YET, None),
+    *_rules("format.image_key format.video_key", _NOT_YET, None),
     *_rules("format.enable_concatenated_multi_turn", _NOT_YET, False),
     *_rules("format.chat_template format.enable_thinking", "model.* decides", None),
 )
@@ -174,6 +174,7 @@ _TASKSET_RULES = (
         "format.chosen_key format.rejected_key format.label_key",
         "preferences are trained on, not rolled out",
     ),
+    *_rules("format.tools_key", _NOT_YET, None),
     *_rules("rollout_args.logprobs", "log-probs are always recorded", None, 0),
     *_rules("rollout_args.n", "algorithm.repeat_times is the group size", 1),
     *_rules("data_selector.feature_keys data_selector.kwargs", _NOT_YET, (), {}),

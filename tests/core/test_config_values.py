@@ -270,8 +270,8 @@ def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
         ({"synchronizer": {"sync_style": "trainer_driven"}}, "synchronizer.sync_style:"),
         ({"explorer": {"over_rollout": {"ratio": 0.2}}}, "explorer.over_rollout:"),
         (
-            {"buffer": {"trainer_input": {"experience_buffer": {"format": {"tools_key": "t"}}}}},
-            "buffer.trainer_input.experience_buffer.format.tools_key:",
+            {"buffer": {"trainer_input": {"experience_buffer": {"format": {"image_key": "t"}}}}},
+            "buffer.trainer_input.experience_buffer.format.image_key:",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ BAD: dict[str, tuple[dict[str, Any], SftSource, str]] = {
     "no columns": ({"x": 1}, PLAIN, "'prompt' holds nothing; the row has x. Set format.prompt_key"),
     "null": ({"prompt": None, "response": "b"}, PLAIN, "'prompt' holds nothing"),
     "text for messages": ({"messages": ["a"]}, PLAIN, "a list of messages holds what is no"),
+    "tools as a word": ({"messages": TALK, "tools": "add"}, PLAIN, "'tools' is no JSON"),
+    "a tool alone": ({"messages": TALK, "tools": {}}, PLAIN, "'tools' holds no list"),
     "no role": ({"messages": [{"content": "a"}]}, PLAIN, r"messages\[0\] has role None"),
     "a number said": ({"messages": [turn("user", "a") | {"content": 3}]}, PLAIN, "content of int"),
     "nothing said": ({"messages": [{"role": "user", "content": None}]}, PLAIN, "cannot render"),
@@ -126,6 +129,24 @@ def test_a_prompt_that_the_template_rewrites_later_cannot_be_told_apart(tiny_mod
         tokenizer.chat_template = "{{- messages | length ~ ' ' -}}" + template
         with pytest.raises(InvalidEvent, match=re.escape("messages[:3] otherwise inside")):
             marked(TALK, 3, tokenizer)
+
+
+TOOLS = (
+    "{%- if tools -%}{{- '<|system|>' + tools[0]['function']['name'] + '<|end|>' -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_template_is_given_the_tools_of_the_row(tiny_model_dir: Path, as_json: bool):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {"messages": TALK, "tools": json.dumps(tools) if as_json else tools}
+    for template in (CHATML, MARKED):
+        tokenizer.chat_template = TOOLS + template
+        (example,) = examples_of_row(row, tokenizer, PLAIN, number=0)
+        (s,) = example.sequences
+        assert tokenizer.decode(s.tokens[:5]) == "<|system|>add<|end|>"
+        assert s.loss_mask.tolist() == [0] * 5 + EVERY_TURN
 
 
 def test_sides_are_plain_data():
