@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemas.errors import ConfigError, StreamrftError
+from ...schemas.errors import ConfigError, StorageUnavailable, StreamrftError
 from ..checkpoints import CheckpointBroken, FileEntry
 from ..settings import TrainerSettings
 from ..states import copied
@@ -159,11 +159,12 @@ class Savable:
         `files` as in its manifest; `extra` is what `capture_shards` returned.
 
         Raises:
-            CheckpointBroken: a file is missing or changed. ConfigError: it is of another model or
-                algorithm.
+            CheckpointBroken: a file is missing or changed. StorageUnavailable: nobody can tell now.
+            ConfigError: it is of another model or algorithm.
         """
         if errors := self._loaded(uri, folder, files, extra["optimizers"]):
-            raise CheckpointBroken("; ".join(errors))
+            kind = StorageUnavailable if any(e.retriable for e in errors) else CheckpointBroken
+            raise kind("; ".join(str(e) for e in errors))
         self.load_rng_state(extra["rng"])
 
     def _loaded(
@@ -172,7 +173,8 @@ class Savable:
         folder: str,
         files: Mapping[str, FileEntry],
         outlines: Mapping[str, Mapping[str, Any]],
-    ) -> list[str]:
+    ) -> list[StreamrftError]:
+        """Load, or give what any rank found in the way; then nothing was loaded."""
         from .sharded import ShardedFiles
 
         arguments = {"uri": uri, "folder": folder, "files": files, "outlines": outlines}
@@ -183,14 +185,12 @@ class Savable:
             if self._critic is not None and "critic" not in outlines:
                 raise _no_critic()
             shards = ShardedFiles(uri, folder, files, Path(into))
-            error = ""
+            error: StreamrftError | None = None
             try:
                 shards.check(self._tensors(outlines))
-            except StreamrftError as caught:
-                if isinstance(caught, ConfigError):
-                    raise
-                error = f"rank {self._ranks.rank}: {caught}"
-            if errors := [e for e in self._ranks.gathered(error) if e]:
+            except (CheckpointBroken, StorageUnavailable) as caught:
+                error = caught
+            if errors := [e for e in self._ranks.gathered(error) if e is not None]:
                 return errors
             for part, optimizer in self._optimizers().items():
                 optimizer.load_outline(outlines[part])

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 from forked import FORKED
 from s3_store import S3Store
+from tiny_learner import learner
 from training_feed import Feed, ended, trained_ids
 from waiting import until
 
-from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, Contents, FileEntry
+from streamrft.consumers.checkpoints import (
+    CheckpointBroken,
+    CheckpointFailed,
+    CheckpointStore,
+    Contents,
+    FileEntry,
+)
 from streamrft.consumers.states import OPTIMIZER_FILE
 from streamrft.schemas import events as ev
+from streamrft.schemas.errors import StorageUnavailable
 
 NUM_GROUPS = 6
 MIB = 2**20
@@ -148,6 +156,19 @@ def test_kill_in_the_parts_of_an_upload_leaves_the_checkpoint_before_and_no_part
     assert process.exitcode == 0
     assert store.num_parts(killed) == 12
     assert [s.manifest.step for s in after.scan()] == [2, 1]
+
+
+def test_shards_of_a_store_that_is_away_are_not_taken_for_broken(
+    store: S3Store, tiny_model_dir: Path
+):
+    one = learner(tiny_model_dir)
+    extra = {"optimizers": {"actor": one.optimizer_state()}, "rng": one.rng_state()}
+    with pytest.raises(CheckpointBroken, match="does not exist"):
+        one.load_shards(store.uri, "nothing", {}, extra)
+    store.stop()
+    with pytest.raises(StorageUnavailable, match="does not answer"):
+        one.load_shards(store.uri, "nothing", {}, extra)
+    store.start()
 
 
 def test_store_away_in_an_upload_leaves_nothing_that_is_taken(store: S3Store, tmp_path: Path):

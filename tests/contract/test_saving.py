@@ -226,27 +226,6 @@ def last_word(feed: Feed) -> str:
     return feed.read("heartbeats", ev.Heartbeat)[-1].waiting_for
 
 
-def test_weights_that_explorers_wait_for_are_published_when_the_disk_has_room(
-    larger: Feed, tmp_path: Path, larger_model_dir: Path
-):
-    feed = Feed(tmp_path, larger_model_dir)
-    running = feed.start()
-    try:
-        until(lambda: 0 in full_steps(feed), "step 0")
-        limit_files(running, size_of(larger, "huggingface/model.safetensors") - 1)
-        feed.write_groups(range(2))
-        until(lambda: failures(feed), "the reason")
-        assert [(f.step, f.kind) for f in failures(feed)] == [(1, "weights")]
-        until(lambda: "storage of checkpoints" in last_word(feed), "a heartbeat of it")
-        limit_files(running)
-        until(lambda: ("main", 1) in feed.digests, "the weights, though no step came since")
-        assert failed_save(feed.log, TOPICS) is None
-        assert feed.digests.items() <= larger.digests.items()
-    finally:
-        running.kill()
-        running.join()
-
-
 def size_of(feed: Feed, name: str) -> int:
     """Bytes of a file of step 1."""
     return (feed.folder / "checkpoints" / "global_step_1" / "actor" / name).stat().st_size

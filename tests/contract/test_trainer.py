@@ -15,6 +15,7 @@ from waiting import until
 
 from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.settings import SftSource
+from streamrft.deploy.handover import failed_save
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.streams.log import Partition, Position
@@ -354,9 +355,13 @@ def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     feed.write_groups(range(2, 6))
     assert "Not a directory" in wait_for_blocker(feed, "storage of checkpoints")
     assert [s.step for s in feed.read("train_steps", ev.TrainStep)] == [1, 2, 3]
+    failed = feed.read("checkpoints", ev.SaveFailed)
+    assert [(f.step, f.kind) for f in failed] == [(2, "weights"), (3, "weights")]
+    assert failed_save(feed.log, TOPICS) == failed[-1]
     checkpoints.unlink()
     (feed.folder / "away").rename(checkpoints)
     until(lambda: ("main", 3) in feed.digests, "version 3")
+    assert failed_save(feed.log, TOPICS) is None
     feed.write(ended(6), topic="tasks")
     running.join(30)
     assert running.exitcode == 0
