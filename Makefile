@@ -52,7 +52,7 @@ bench: .venv/dev
 	touch $@
 
 .venv/dev: .venv/run
-	$(PIP) --editable ".[train,data,plot,faust,s3,dev]"
+	$(PIP) --editable ".[train,data,lora,plot,faust,s3,dev]"
 	touch $@
 
 clean:

@@ -23,7 +23,7 @@ import msgspec
 from ..schemas.errors import StorageUnavailable, StreamrftError
 from ..streams import blobs, faults
 from ..streams.blobs import join_uri, sha256_file, write_bytes
-from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE
+from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE, weights_path
 from .folders import MANIFEST, Folders, open_folders
 
 logger = logging.getLogger("streamrft")
@@ -53,8 +53,18 @@ class FileEntry(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class BaseModel(msgspec.Struct, frozen=True):
+    """The model that adapters are laid on: a folder like a checkpoint's, and its digest."""
+
+    uri: str
+    digest: str
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """manifest.json: what makes the folder whole. `rolling`: saved only to shorten a resume."""
+    """manifest.json: what makes the folder whole. `rolling`: saved only to shorten a resume.
+
+    `base` stands below an adapter; None for a whole model.
+    """
 
     kind: Literal["full", "weights"]
     branch: str
@@ -64,6 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     num_threads: int = 0
     rolling: bool = False
+    base: BaseModel | None = None
     versions: dict[str, str] = {}
 
     @property
@@ -87,16 +98,18 @@ class Contents:
     """What goes into a checkpoint.
 
     Args:
-        write_model: fills the Hugging Face folder and returns the SHA-256 of model.safetensors;
-            None where the weights are saved already (`CheckpointStore.complete`).
+        write_model: fills the folder of the model, or of the adapter, and returns the SHA-256 of
+            its weights; None where they are saved already (`CheckpointStore.complete`).
         write_states: fills the folder with what a resume needs, None for weights only. Is told
             where others put files of theirs (`Folders.shared`), and returns those files.
         meta: trainer_meta.json, plain JSON; None for weights only.
+        base: what the weights are an adapter of; None for a whole model.
     """
 
     write_model: Callable[[Path], str] | None
     write_states: Callable[[Path, str], Mapping[str, FileEntry]] | None = None
     meta: Mapping[str, Any] | None = None
+    base: BaseModel | None = None
 
 
 class CheckpointStore:
@@ -133,10 +146,11 @@ class CheckpointStore:
                 branch=self.branch,
                 step=step,
                 epoch=epoch,
-                files=entries(staged, {WEIGHTS: digest}, others),
+                files=entries(staged, {weights_path(contents.base): digest}, others),
                 digest=digest,
                 num_threads=num_threads,
                 rolling=is_rolling,
+                base=contents.base,
                 versions=_versions(),
             )
             write_manifest(staged, manifest)
@@ -283,7 +297,9 @@ class CheckpointStore:
         self, staged: Path, contents: Contents, step: int, epoch: int
     ) -> tuple[str, Mapping[str, FileEntry]]:
         assert contents.write_model is not None
-        digest = contents.write_model(_subfolder(staged, HF_FOLDER))
+        digest = contents.write_model(
+            _subfolder(staged, weights_path(contents.base).rpartition("/")[0])
+        )
         faults.reach("checkpoint.weights_written", step)
         if contents.write_states is None:
             return digest, {}
@@ -308,7 +324,7 @@ class CheckpointStore:
         if same is not None and manifest.kind == "weights":
             return same
         if same is not None and same.manifest.kind == "weights" and not is_apart:
-            states = [p for p in manifest.files if not p.startswith(HF_FOLDER)]
+            states = [p for p in manifest.files if p not in same.manifest.files]
             return self.upgrade(staged, same, states)
         if not there and name in self.folders.names():
             self.folders.remove(name)
@@ -358,7 +374,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _versions() -> dict[str, str]:
-    names = ("streamrft", "torch", "transformers", "safetensors")
+    names = ("streamrft", "torch", "transformers", "safetensors", "peft")
     found = {d: metadata.version(d) for d in names if _is_installed(d)}
     return found | {"python": platform.python_version()}
 

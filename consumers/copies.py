@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..streams.blobs import join_uri, write_bytes
+from ..streams.weights.object_storage import weights_path
 from .checkpoints import WEIGHTS, CheckpointBroken, CheckpointStore, Saved, entries, write_manifest
 from .folders import MANIFEST
 
@@ -44,7 +45,7 @@ def with_copy(store: CheckpointStore, saved: Saved, write_model: Callable[[Path]
     Raises:
         CheckpointBroken: it wrote others. CheckpointFailed: the storage refuses.
     """
-    if WEIGHTS in saved.manifest.files:
+    if weights_path(saved.manifest.base) in saved.manifest.files:
         return saved
     m = saved.manifest
     with store.staged(f"global_step_{m.step}", m.epoch) as staged:

@@ -13,7 +13,9 @@ import msgspec
 from ..schemas.errors import ConfigError
 from ..schemas.events import Branch
 from ..streams.lineage import Lineage
-from .checkpoints import META, WEIGHTS, CheckpointBroken, CheckpointStore, Saved
+from ..streams.weights.object_storage import weights_path
+from .bases import load_base
+from .checkpoints import META, CheckpointBroken, CheckpointStore, Saved
 from .recorded import History
 from .states import EXTRA_FILE, read_states
 
@@ -63,11 +65,12 @@ def _load(learner: Learner, store: CheckpointStore, saved: Saved, folder: Path) 
     import torch
     from safetensors.torch import load_file
 
+    load_base(learner, folder, saved.manifest)
     extra = torch.load(folder / "actor" / EXTRA_FILE, weights_only=True)
     if saved.manifest.is_sharded:
         learner.load_shards(store.folders.uri, saved.name, saved.manifest.files, extra)
         return
-    learner.load_weights(load_file(folder / WEIGHTS))
+    learner.load_weights(load_file(folder / weights_path(saved.manifest.base)))
     learner.load_optimizer_state(read_states(folder))
     rng = extra["rng"]
     # checkpoints of one process held no list

@@ -23,6 +23,7 @@ from .announcer import Announcer
 from .background import BackgroundSave
 from .checkpoints import (
     NUM_SERVED,
+    BaseModel,
     CheckpointFailed,
     CheckpointStore,
     Contents,
@@ -67,6 +68,8 @@ class _Owed:
 class Saver:
     """Saves and announces what a step made. `announced`: version -> its first announcement.
 
+    `base` is the model below the adapter, where one is trained.
+
     A version that was announced keeps its bytes: made again after a crash it is compared; another
     digest is reported, and training goes on from the announced weights, which explorers serve.
     """
@@ -80,6 +83,7 @@ class Saver:
     announced: dict[int, Checkpoint]
     steps_in_use: Callable[[], Collection[int]] = tuple
     newest_full: Saved | None = None
+    base: BaseModel | None = None
     _owed: _Owed | None = None
     _writing: BackgroundSave | None = None
     _last_full: float = field(default_factory=time.monotonic)
@@ -160,6 +164,7 @@ class Saver:
 
     def announce(self, saved: Saved, branch: str) -> None:
         """Publish the Checkpoint event of a whole folder on `branch`; readers take repeats."""
+        base = saved.manifest.base
         event = Checkpoint(
             branch=branch,
             step=saved.manifest.step,
@@ -169,6 +174,8 @@ class Saver:
             manifest_sha256=saved.manifest_sha256,
             epoch=self.announcer.epoch,
             produced_at=now_ms(),
+            base_uri=base.uri if base else "",
+            base_digest=base.digest if base else "",
         )
         self.announcer.publish("checkpoints", event)
         self.announced.setdefault(event.step, event)
@@ -317,9 +324,9 @@ class Saver:
         position: Mapping[str, Any],
     ) -> Contents:
         if states is None:
-            return Contents(save_model)
+            return Contents(save_model, base=self.base)
         meta = {"latest_iteration": step, "branch": self.store.branch, "position": position}
-        return Contents(save_model, states.write, meta)
+        return Contents(save_model, states.write, meta, self.base)
 
     def _terms(self, step: int, due: _Due) -> dict[str, Any]:
         return {

@@ -81,6 +81,24 @@ class SftSource:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """The adapter that is trained in place of the weights; model.lora_configs[0].
+
+    Args:
+        rank, alpha: the update of a weight is (alpha / rank) B A. None: 32, or the start's.
+        target_modules: all-linear, names of modules, or one regular expression.
+        exclude_modules: names of modules that are left out, or one regular expression.
+        base_model_name: what adapter_config.json calls the model below it.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: str | tuple[str, ...] | None = None
+    exclude_modules: str | tuple[str, ...] | None = None
+    base_model_name: str = ""
+
+
+@dataclass(frozen=True)
 class TrainerSettings:
     """One trainer: `batch_groups` groups a step online, `train_batch_size` rows a step for SFT.
 
@@ -88,7 +106,8 @@ class TrainerSettings:
     `async_save` writes the states of a full checkpoint while training goes on.
     `save_hf_checkpoint`: whose Hugging Face weights stay where shards hold the same (copies.py).
     `critic_model_path` None begins PPO's critic as the policy; only the critic learns in the
-    first `critic_warmup` steps.
+    first `critic_warmup` steps. `lora` trains an adapter alone; `start_adapter`, a folder of peft,
+    is where it begins, or without `lora` is merged into the model first.
     """
 
     model_path: str
@@ -122,3 +141,5 @@ class TrainerSettings:
     chat_template: str | None = None
     critic_model_path: str | None = None
     critic_warmup: int = 0
+    lora: LoraSettings | None = None
+    start_adapter: str | None = None

@@ -10,7 +10,8 @@ from ..streams.blobs import join_uri, read_bytes
 from ..streams.lineage import surviving_lineage
 from ..streams.log import Log
 from ..streams.reading import read_events
-from ..streams.weights.object_storage import HF_FOLDER, fetch_model_folder
+from ..streams.weights.adapters import ADAPTER_FOLDER
+from ..streams.weights.object_storage import HF_FOLDER, base_of, fetch_model_folder
 from .plan import Stage, starting_from
 
 
@@ -31,9 +32,16 @@ def with_model(log: Log, stage: Stage) -> Stage:
             f"stage {stage.name}: stage {before.name} has no full checkpoint on the log to start "
             f"from. Run it first: streamrft run, or streamrft train --stage {before.name}."
         )
+    base = base_of(checkpoint)
+    model = _local_folder(base or checkpoint, stage, HF_FOLDER)
+    adapter = _local_folder(checkpoint, stage, ADAPTER_FOLDER) if base else None
+    return starting_from(stage, model, adapter)
+
+
+def _local_folder(checkpoint: ev.Checkpoint, stage: Stage, folder: str) -> str:
     if "://" in checkpoint.uri:
-        return starting_from(stage, str(fetch_model_folder(checkpoint, stage.job_dir / "start")))
-    return starting_from(stage, f"{checkpoint.uri}/{HF_FOLDER}")
+        return str(fetch_model_folder(checkpoint, stage.job_dir / "start"))
+    return f"{checkpoint.uri}/{folder}"
 
 
 def newest_full(log: Log, topics: Topics) -> ev.Checkpoint | None:

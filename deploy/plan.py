@@ -166,10 +166,18 @@ def plan(config_path: str | Path, plugin_dirs: tuple[str, ...] = ()) -> Run:
     return Run(loaded.path, job_dir, _namespace(config), url, tuple(stages), loaded.warnings, dirs)
 
 
-def starting_from(stage: Stage, model_path: str) -> Stage:
-    """The stage with the weights that the stage before it left."""
-    assert stage.trainer is not None
-    return replace(stage, trainer=replace(stage.trainer, model_path=model_path))
+def starting_from(stage: Stage, model_path: str, adapter: str | None = None) -> Stage:
+    """The stage with the weights that the stage before it left: a model, and an adapter over it.
+
+    An adapter goes on where this stage trains one, else it is merged.
+    """
+    trainer = stage.trainer
+    assert trainer is not None
+    if adapter is not None:
+        trainer = replace(trainer, start_adapter=adapter)
+    elif trainer.lora is not None:
+        trainer = replace(trainer, lora=replace(trainer.lora, base_model_name=model_path))
+    return replace(stage, trainer=replace(trainer, model_path=model_path))
 
 
 def sqlite_path(url: str) -> Path | None:

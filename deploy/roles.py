@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from ..schemas.errors import ConfigError
 from ..streams.faust.membership import THREAD as FAUST_THREAD
 from ..streams.process import Process
+from .config.adapters import check_peft
 from .handover import with_model
 from .parent import die_with_parent
 from .plan import Run, Stage, plan
@@ -180,6 +181,8 @@ def load_plugins(folders: tuple[str, ...]) -> None:
 def _start(
     process: Process, stage: Stage, command: str, make_shell: MakeShell | None = None
 ) -> None:
+    if command in ("explore", "train"):
+        check_peft(stage.config)
     if command == "schedule":
         assert stage.scheduler is not None
         from ..producers.scheduler import run_scheduler

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..schemas.errors import ConfigError
+from .config.adapters import check_peft
 from .config.checks import is_secret_name
 from .config.training import groups_a_step
 from .plan import Run, Stage, plan
@@ -33,6 +34,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.stage is not None:
         run.stage(args.stage)
     for stage in run.stages:
+        check_peft(stage.config)
         if stage.streams is not None:
             check_shell(stage.streams)
     with screen_for(sys.stdout, plain=args.plain) as screen:

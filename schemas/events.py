@@ -266,7 +266,10 @@ class TrainStep(Event, frozen=True, kw_only=True):
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):
-    """Weights that can be served, or a state that can be resumed from."""
+    """Weights that can be served, or a state that can be resumed from.
+
+    `base_uri` and `base_digest` name the model below an adapter; empty for a whole model.
+    """
 
     branch: str
     step: Long
@@ -276,6 +279,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     manifest_sha256: str
     epoch: Long
     produced_at: Long
+    base_uri: str = ""
+    base_digest: str = ""
 
 
 class SaveFailed(Event, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import torch
 
 from ...streams.weights.object_storage import WEIGHTS_FILE
 from ..checkpoints import Manifest as StepManifest
+from .adapters import MergedAdapter, base_folder, is_adapter
 from .errors import ConvertFailed
 from .find import Found, find
 from .layout import Layout, Piece, Source
@@ -100,6 +101,8 @@ def _one(found: Found, request: Request) -> Outcome:
         return Outcome("present", target_folder, f"as {MANIFEST} says")
     if _is_own(found):
         return Outcome("present", target_folder, "saved as a Hugging Face folder")
+    if is_adapter(found, is_converted=manifest is not None):
+        return _merged(found, request)
     opener = detect(found.folder)
     if opener is None:
         return _without_shards(found, request, target_folder)
@@ -110,6 +113,14 @@ def _one(found: Found, request: Request) -> Outcome:
     _check_base(request.base, target, found.role)
     source = opener(target)
     return _write(found, source, target, small, request)
+
+
+def _merged(found: Found, request: Request) -> Outcome:
+    base = base_folder(found, request.base)
+    small = small_files(base, request.base)
+    target = read_target(small[CONFIG], found.role)
+    _check_base(request.base, target, found.role)
+    return _write(found, MergedAdapter(found.folder, base, target), target, small, request)
 
 
 def _lacks(folder: Path, base: Path | None) -> bool:

@@ -43,8 +43,14 @@ class Critic:
         self, settings: TrainerSettings, *, total_steps: int | None, ranks: Ranks | None = None
     ) -> None:
         """Load from `settings.critic_model_path`, or else from `settings.model_path`."""
-        path = settings.critic_model_path or settings.model_path
-        self.backbone = PolicyModel(dataclasses.replace(settings, model_path=path))
+        own = settings.critic_model_path
+        whole = dataclasses.replace(
+            settings,
+            model_path=own or settings.model_path,
+            lora=None,
+            start_adapter=None if own else settings.start_adapter,
+        )
+        self.backbone = PolicyModel(whole)
         self._ranks = ranks or Ranks()
         network = self.backbone.network
         size = int(network.get_output_embeddings().weight.shape[1])

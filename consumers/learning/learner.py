@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -51,7 +50,8 @@ class Learner(Savable):
 
     `step` may be called with any batch at any step number: the learning rate is a function of
     the step, so that weights, `optimizer_state` and `rng_state` are all there is to save.
-    The reference model of a KL term is the model as loaded from `settings.model_path`.
+    The reference model of a KL term is the policy that training began with: the model as loaded
+    from `settings.model_path`, with the adapter of `settings.start_adapter` if there is one.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class Learner(Savable):
         schedules.check(settings.algorithm.optimizer, total_steps)
         prepare_torch(settings)
         self._policy = PolicyModel(settings)
-        self._reference = self._frozen_copy() if self.algorithm.needs_reference else None
+        if self.algorithm.needs_reference:
+            self._policy.keep_reference()
         self._policy.shard(self._ranks)
         self._optimizer = ScheduledAdamW(
             "policy",
@@ -220,7 +221,7 @@ class Learner(Savable):
         found = dict[str, Tensor]()
         with self._policy.autocast():
             if "ref_logprobs" in wanted:
-                found["ref_logprobs"], _ = self._logprobs(batch, self._reference)
+                found["ref_logprobs"] = self._ref_logprobs(batch)
             if self._critic is not None:
                 found["values"] = self._critic.values(batch)
             if "entropies" in wanted:
@@ -249,8 +250,7 @@ class Learner(Savable):
         with self._policy.autocast():
             ref_logprobs = None
             if self.algorithm.reads_reference:
-                with torch.no_grad():
-                    ref_logprobs, _ = self._logprobs(batch, self._reference)
+                ref_logprobs = self._ref_logprobs(batch)
             logprobs, entropies = self._logprobs(
                 batch, self.model, with_entropy=self.algorithm.entropy.is_active
             )
@@ -268,6 +268,11 @@ class Learner(Savable):
         loss, metrics = micro_loss(self.algorithm, tokens, terms)
         loss.backward()
         totals.add(metrics, len(micro.targets))
+
+    @torch.no_grad()
+    def _ref_logprobs(self, batch: DeviceBatch) -> Tensor:
+        with self._policy.reference() as network:
+            return self._logprobs(batch, network)[0]
 
     def _logprobs(
         self, batch: DeviceBatch, network: Any, *, with_entropy: bool = False
@@ -316,11 +321,6 @@ class Learner(Savable):
         while (order := self._ranks.next_order()) is not None:
             name, arguments = order
             getattr(self, name)(**arguments)
-
-    def _frozen_copy(self) -> Any:
-        network = copy.deepcopy(self.model).eval().requires_grad_(False)
-        self._ranks.shard(network)
-        return network
 
 
 def _check_sources(settings: AlgorithmSettings) -> None:

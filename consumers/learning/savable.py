@@ -42,23 +42,31 @@ class Savable:
         """How many processes hold the model together."""
         return self._ranks.size
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Weights as model.safetensors holds them: on the CPU, a tied head left out."""
-        with self._ranks.together("state_dict"):
-            return self._policy.state_dict()
+    @property
+    def policy(self) -> PolicyModel:
+        """The model, and how it is written."""
+        return self._policy
 
-    def load_weights(self, state: Mapping[str, Tensor] | None) -> None:
+    def state_dict(self, *, is_base: bool = False) -> dict[str, Tensor]:
+        """What is trained as its file holds it: on the CPU, a tied head left out.
+
+        `is_base` gives the model below an adapter.
+        """
+        with self._ranks.together("state_dict", is_base=is_base):
+            return self._policy.state_dict(is_base=is_base)
+
+    def load_weights(self, state: Mapping[str, Tensor] | None, *, is_base: bool = False) -> None:
         """Replace the weights in place; names as in `state_dict`, else ConfigError.
 
         None on ranks above 0, which are given theirs by rank 0; so in `load_optimizer_state`.
         """
         if state is not None:
-            self._policy.check_weights(state)
-        with self._ranks.together("load_weights", state=None):
-            self._policy.load_weights(state)
+            self._policy.check_weights(state, is_base=is_base)
+        with self._ranks.together("load_weights", state=None, is_base=is_base):
+            self._policy.load_weights(state, is_base=is_base)
 
     def save_hf(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> str:
-        """Write the Hugging Face folder; returns the sha256 of model.safetensors.
+        """Write the Hugging Face folder, or peft's; returns the sha256 of its safetensors.
 
         config.json, generation_config.json, tokenizer files, chat_template.jinja and one
         model.safetensors, whose bytes are a function of the weights alone. `state` is written in

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from ...producers.settings import Pacing
 from ...schemas.errors import ConfigError
+from .adapters import check_adapters
 from .buffer import Taskset
 from .ranges import check_ranges
 from .schema import Config
@@ -37,6 +38,7 @@ def check(config: Config) -> None:
     _retention(config)
     _schedule(config)
     _engine(config)
+    check_adapters(config)
 
 
 def is_on_kafka(config: Config) -> bool:

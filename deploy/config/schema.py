@@ -84,6 +84,23 @@ class DataProcessorSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """One LoRA adapter; `path` is a folder of peft to go on from. `name` is for people.
+
+    `target_modules` and `exclude_modules`: a text as peft takes it, or a list of names.
+    """
+
+    name: str | None = None
+    path: str | None = None
+    base_model_name: str | None = None
+    lora_rank: int = 32
+    lora_alpha: int = 32
+    lora_dtype: str = "auto"
+    target_modules: Any = "all-linear"
+    exclude_modules: Any = None
+
+
+@dataclass(frozen=True)
 class ModelSection:
     """The policy: a model folder or name, its lengths in tokens and its sampling."""
 
@@ -103,7 +120,7 @@ class ModelSection:
     enable_prompt_truncation: bool = True
     repetition_penalty: float = 1.0
     enable_thinking: bool | None = None
-    lora_configs: Any = None
+    lora_configs: tuple[LoraSection, ...] = ()
     fully_sharded_loras: bool = False
     max_cpu_loras: int | None = None
     rope_scaling: Mapping[str, Any] | None = None

@@ -64,12 +64,7 @@ RULES: tuple[Rule, ...] = (
     *_rules("model.trust_remote_code", "code from model folders is never run", False),
     *_rules("model.logprobs", "log-probs are always recorded", 0),
     *_rules("model.repetition_penalty", _NOT_YET, 1.0),
-    *_rules(
-        "model.lora_configs model.fully_sharded_loras model.max_cpu_loras",
-        f"LoRA {_LATER}; all weights are trained",
-        None,
-        False,
-    ),
+    *_rules("model.fully_sharded_loras model.max_cpu_loras", _ENGINE, None, False),
     *_rules("model.rope_scaling model.rope_theta", f"{_NOT_YET}; config.json decides", None),
     *_rules("model.tinker", f"Tinker {_LATER}", {}),
     *_rules("model.external_model", f"an external model {_LATER}", {}),

@@ -16,6 +16,7 @@ from ...consumers.settings import (
     TrainerSettings,
 )
 from ...schemas.errors import ConfigError
+from .adapters import adapter_settings
 from .checks import pacing, uses_sft
 from .lengths import Lengths, lengths_of
 from .roles import TrainerSection
@@ -43,11 +44,7 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         expert_rows=expert_rows(config),
         total_steps=total_steps(config),
         max_staleness=None if sft else _max_staleness(config),
-        source_max_staleness={
-            name: source.max_staleness
-            for name, source in config.rewards.items()
-            if stage.gives(f"rewards.{name}.max_staleness")
-        },
+        source_max_staleness=_source_staleness(stage),
         sync_interval=sync.sync_interval,
         save_interval=trainer.save_interval,
         resume_minutes=trainer.resume_minutes,
@@ -67,7 +64,16 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         chat_template=chat_template(config),
         critic_model_path=config.model.critic_model_path or None,
         critic_warmup=trainer.critic_warmup,
+        **adapter_settings(stage),
     )
+
+
+def _source_staleness(stage: StageConfig) -> dict[str, int | None]:
+    return {
+        name: source.max_staleness
+        for name, source in stage.config.rewards.items()
+        if stage.gives(f"rewards.{name}.max_staleness")
+    }
 
 
 def _for_next(trainer: TrainerSection) -> Literal["always", "last"]:

@@ -64,7 +64,7 @@ class PromptTooLong(EngineError, ValueError):
 
 
 class WeightsMismatch(EngineError, ValueError):
-    """New weights are not those of this model; the old version goes on serving."""
+    """New weights are not those of this model or adapter; the old version goes on serving."""
 
 
 class Interrupted(EngineError):
@@ -94,7 +94,7 @@ class Engine(Protocol):
     def load_weights(
         self, state_dict: Mapping[str, torch.Tensor], policy_version: int, branch: str
     ) -> None:
-        """Serve these weights from the next `generate` on.
+        """Serve these weights from the next `generate` on: the model's, or those of its adapter.
 
         Raises:
             WeightsMismatch: names or shapes differ; nothing was changed.
@@ -116,7 +116,7 @@ def seed_of(run_seed: int, group_id: str, slot: int, turn: int) -> int:
 
 
 def open_engine(engine_type: str, folder: str, **options: Any) -> Engine:
-    """The engine of this name over a model folder.
+    """The engine of this name over a model folder; `adapter` in the options is one of peft's.
 
     Raises:
         EngineError: no such engine in this version.

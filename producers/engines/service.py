@@ -17,6 +17,7 @@ from ...schemas.errors import MissingExtra, Timeout
 from ...schemas.events import Checkpoint
 from ...streams.weights.object_storage import (
     WeightsUnavailable,
+    base_of,
     fetch_model_folder,
     load_state_dict,
 )
@@ -30,6 +31,7 @@ from .engine import (
     Interrupted,
     PromptTooLong,
     Request,
+    WeightsMismatch,
     open_engine,
 )
 
@@ -207,6 +209,7 @@ class EngineService:
         if self._engine is None:
             self._open(wanted)
         elif loaded is None or wanted.digest != loaded.digest:
+            _check_base(loaded, wanted)
             self._engine.load_weights(load_state_dict(wanted), wanted.step, wanted.branch)
         else:
             self._engine.policy_version, self._engine.branch = wanted.step, wanted.branch
@@ -221,7 +224,8 @@ class EngineService:
             raise MissingExtra("transformers, which the explorer needs,", "train") from error
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="streamrft-model-") as cache:
-            folder = fetch_model_folder(wanted, cache)
+            base = base_of(wanted)
+            folder = fetch_model_folder(base or wanted, cache)
             self._engine = open_engine(
                 settings.engine_type,
                 str(folder),
@@ -229,6 +233,7 @@ class EngineService:
                 branch=wanted.branch,
                 dtype=settings.dtype,
                 num_threads=num_threads(settings),
+                adapter=fetch_model_folder(wanted, cache) if base else None,
             )
             self._chat = Chat(
                 AutoTokenizer.from_pretrained(folder),
@@ -237,6 +242,21 @@ class EngineService:
                 template=settings.chat_template,
                 enable_thinking=settings.enable_thinking,
             )
+
+
+def _check_base(loaded: Checkpoint | None, wanted: Checkpoint) -> None:
+    """The model below an adapter is loaded once."""
+    if loaded is not None and loaded.base_digest != wanted.base_digest:
+        words = [
+            f"an adapter of {c.base_uri}, SHA-256 {c.base_digest[:12]}"
+            if c.base_uri
+            else "a whole model"
+            for c in (wanted, loaded)
+        ]
+        raise WeightsMismatch(
+            f"policy_version {wanted.step} on branch {wanted.branch} is {words[0]}, served is "
+            f"{words[1]}. Start the explorers again, or train another model under another name."
+        )
 
 
 def _preload() -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from ...streams.weights import adapters
 from .decoding import Written, decode
 from .engine import EngineError, Generation, Interrupted, PromptTooLong, Request, WeightsMismatch
 
@@ -33,14 +34,25 @@ class TransformersEngine:
         dtype: str = "float32",
         num_threads: int | None = None,
         kv_cache_bytes: int = _KV_CACHE_BYTES,
+        adapter: str | Path | None = None,
     ) -> None:
-        """Load the model of `folder`. `kv_cache_bytes` bounds how many rows run at a time."""
+        """Load the model of `folder`. `kv_cache_bytes` bounds how many rows run at a time.
+
+        `adapter` is a folder of peft; new weights are then its matrices, and the model stays.
+
+        Raises:
+            WeightsMismatch: an adapter that does not fit the model. MissingExtra: no peft.
+        """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.policy_version, self.branch = policy_version, branch
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _load(str(folder), dtype).to(self._device).eval()
-        self._tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
+        model = _load(str(folder), dtype)
+        self._tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        self._places: dict[str, str] = {}
+        if adapter is not None:
+            self._tied, self._places = {}, _adapted(model, Path(adapter))
+        self._model = model.to(self._device).eval()
         self._end_E = torch.tensor(_end_tokens(self._model), device=self._device)
         self._max_positions = int(
             getattr(self._model.config, "max_position_embeddings", None) or 1 << 30
@@ -69,6 +81,8 @@ class TransformersEngine:
     ) -> None:
         """See `Engine.load_weights`."""
         own = self._model.state_dict()
+        if self._places:
+            own = {name: own[key] for name, key in self._places.items()}
         _check_tensors(own, state_dict, self._tied)
         with torch.no_grad():
             for name, tensor in state_dict.items():
@@ -129,6 +143,16 @@ def _load(folder: str, dtype: str) -> Any:
         raise EngineError(f"dtype {dtype!r} is none of torch; use float32, bfloat16 or float16")
     transformers_logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+
+
+def _adapted(model: Any, folder: Path) -> dict[str, str]:
+    """Lay the adapter of a folder on the model; gives the places of its matrices."""
+    try:
+        adapters.lay_on(model, adapters.read_config(folder))
+        adapters.fill(model, folder)
+    except adapters.AdapterMismatch as error:
+        raise WeightsMismatch(str(error)) from error
+    return adapters.places(model)
 
 
 def _end_tokens(model: Any) -> list[int]:

@@ -265,7 +265,7 @@ def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"monitor": {"monitor_type": "wandb"}}, "monitor:"),
-        ({"model": {"lora_configs": [{"name": "a"}]}}, "model.lora_configs:"),
+        ({"model": {"max_cpu_loras": 2}}, "model.max_cpu_loras:"),
         ({"trainer": {"trainer_config": {"a": 1}}}, "trainer.trainer_config:"),
         ({"synchronizer": {"sync_style": "trainer_driven"}}, "synchronizer.sync_style:"),
         ({"explorer": {"over_rollout": {"ratio": 0.2}}}, "explorer.over_rollout:"),

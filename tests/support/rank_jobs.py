@@ -14,6 +14,7 @@ from typing import Any
 from tiny_learner import group, mixed
 from torch import Tensor
 
+from streamrft.consumers.bases import save_base
 from streamrft.consumers.checkpoints import CheckpointStore, Contents
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
@@ -60,7 +61,8 @@ def steps(learner: Learner, chosen: Sequence[int] = range(5), first: int = 1) ->
 def save(folder: Path, step: int, learner: Learner) -> Kept:
     """Save in full as a trainer does, with a step between copy and writing; what was saved."""
     now, states = kept(learner, []), states_of(learner, step, copies=True)
-    contents = Contents(partial(learner.save_hf, state=now.weights), states.write, {})
+    base = save_base(learner, str(folder), epoch=1, before_place=lambda: None)
+    contents = Contents(partial(learner.save_hf, state=now.weights), states.write, {}, base)
     learner.step(batches()[3], step=step + 1)
     CheckpointStore(str(folder), "main").save(contents, step=step, epoch=1)
     return now

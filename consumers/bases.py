@@ -1,0 +1,83 @@
+"""The model below a run's adapters: written once beside the checkpoints, loaded at a resume."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.errors import ConfigError, StorageCorrupt
+from ..streams.weights.adapters import ADAPTER_FOLDER
+from .checkpoints import (
+    WEIGHTS,
+    BaseModel,
+    CheckpointBroken,
+    CheckpointStore,
+    Contents,
+    Manifest,
+)
+
+if TYPE_CHECKING:
+    from .learning.learner import Learner
+
+BASE = "base_model"
+
+
+def save_base(
+    learner: Learner, uri: str, *, epoch: int, before_place: Callable[[], None]
+) -> BaseModel | None:
+    """Write the model below the learner's adapter under `uri`; None where it trains no adapter.
+
+    A model with the same weights that lies there already is taken.
+
+    Raises:
+        CheckpointFailed: as `CheckpointStore.save`.
+    """
+    if not learner.policy.has_adapter:
+        return None
+    store = CheckpointStore(f"{uri}/{BASE}", "main")
+    store.remove_staged()
+    write = partial(learner.policy.save_base, state=learner.state_dict(is_base=True))
+    saved = store.save(Contents(write), step=0, epoch=epoch, before_place=before_place)
+    return BaseModel(saved.uri, saved.manifest.digest)
+
+
+def load_base(learner: Learner, folder: Path, manifest: Manifest) -> None:
+    """Before the adapter of a checkpoint's `folder` is loaded, load the model below it.
+
+    Raises:
+        ConfigError: the learner trains an adapter and the checkpoint is none, or the reverse; or
+            another adapter. StorageCorrupt: the model below is not there, or is another.
+    """
+    from safetensors.torch import load_file
+
+    base = manifest.base
+    if (base is not None) != learner.policy.has_adapter:
+        held = "a whole model" if base is None else "a LoRA adapter"
+        trained = "an adapter" if base is None else "the whole model"
+        raise ConfigError(
+            f"model.lora_configs: the checkpoint {folder} holds {held}, the configuration trains "
+            f"{trained}. Set it as it was, or begin a new run or stage from it."
+        )
+    if base is not None:
+        learner.policy.check_adapter(folder / ADAPTER_FOLDER)
+        with tempfile.TemporaryDirectory(prefix="streamrft.") as into:
+            learner.load_weights(load_file(_fetched(base, Path(into)) / WEIGHTS), is_base=True)
+
+
+def _fetched(base: BaseModel, into: Path) -> Path:
+    uri, _, name = base.uri.rpartition("/")
+    store = CheckpointStore(uri, "main")
+    try:
+        saved = store.look(name)
+        if saved.manifest.digest != base.digest:
+            raise CheckpointBroken(f"its weights have SHA-256 {saved.manifest.digest[:12]}")
+        return store.fetch(saved, into)
+    except CheckpointBroken as error:
+        # no older checkpoint helps: all of a run lie over the same model
+        raise StorageCorrupt(
+            f"{base.uri}: the model below the adapter, SHA-256 {base.digest[:12]}, is not whole "
+            f"({error}). Restore the folder."
+        ) from error

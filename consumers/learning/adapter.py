@@ -1,0 +1,139 @@
+"""The adapter that is trained in place of a model's weights, and the policy that it began as."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from ...schemas.errors import ConfigError
+from ...streams.weights import adapters
+from ...streams.weights.adapters import TRAINED, AdapterMismatch
+from ..settings import LoraSettings, TrainerSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+WHERE = "model.lora_configs[0]"
+_START = "start"
+_DEFAULT_RANK = _DEFAULT_ALPHA = 32
+# what of adapter_config.json changes logits though every matrix has its shape
+_MEANING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+
+
+class Adapter:
+    """LoRA matrices beside the weights of a network: only they require a gradient.
+
+    B begins as 0, so the first policy is the model itself; or both are those of a folder.
+    """
+
+    def __init__(self, network: Any, settings: TrainerSettings, lora: LoraSettings) -> None:
+        """Lay it on `network`, in place. A is a function of `settings.seed` alone.
+
+        Raises:
+            ConfigError: target modules or a start that do not fit the model. MissingExtra.
+        """
+        start = settings.start_adapter
+        self._network, self._is_started = network, start is not None
+        try:
+            config = _fresh(network, lora) if start is None else _of_start(Path(start), lora)
+            config.base_model_name_or_path = lora.base_model_name or settings.model_path
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(settings.seed)
+                self._tuner = adapters.lay_on(network, config)
+            if start is not None:
+                adapters.fill(network, Path(start))
+        except AdapterMismatch as error:
+            raise ConfigError(f"{WHERE}: {error}") from error
+        self.places = adapters.places(network)
+        """Name in adapter_model.safetensors -> name in the network's state_dict."""
+        kind: Any = self._tuner.tuner_layer_cls
+        self._layers = [m for m in network.modules() if isinstance(m, kind)]
+
+    def keep_reference(self) -> None:
+        """Remember the matrices that it began with; without a start the model itself is enough."""
+        if not self._is_started:
+            return
+        configs: dict[str, Any] = self._tuner.peft_config
+        configs[_START] = copy.deepcopy(configs[TRAINED])
+        self._tuner.inject_adapter(self._network, _START)
+        state = self._network.state_dict()
+        for key in self.places.values():
+            state[key.replace(f".{TRAINED}", f".{_START}")].copy_(state[key])
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the network is the policy that training began with; for passes without gradient.
+
+        peft's own switch also turns off that the matrices require a gradient, which shards and
+        gradients that are being added up do not survive.
+        """
+        is_training = self._network.training
+        self._switch([_START] if self._is_started else [])
+        self._network.eval()
+        try:
+            yield
+        finally:
+            self._network.train(is_training)
+            self._switch([TRAINED])
+
+    def _switch(self, names: list[str]) -> None:
+        for layer in self._layers:
+            layer._active_adapter = names
+
+    def check(self, folder: Path) -> None:
+        """Raise ConfigError unless the adapter of a folder means what this one means."""
+        own, theirs = self._tuner.peft_config[TRAINED], adapters.read_config(folder)
+        for key in _MEANING:
+            if getattr(own, key) != getattr(theirs, key):
+                raise ConfigError(
+                    f"{WHERE}: {key} is {getattr(own, key)}, in the checkpoint {folder} it is "
+                    f"{getattr(theirs, key)}. Set it as it was, or begin a new run."
+                )
+
+    def config_file(self) -> bytes:
+        """adapter_config.json as peft reads it, with its sets in order."""
+        values = self._tuner.peft_config[TRAINED].to_dict() | {"inference_mode": True}
+        return json.dumps(values, default=_plain, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _fresh(network: Any, lora: LoraSettings) -> LoraConfig:
+    return adapters.peft().LoraConfig(
+        r=_DEFAULT_RANK if lora.rank is None else lora.rank,
+        lora_alpha=_DEFAULT_ALPHA if lora.alpha is None else lora.alpha,
+        target_modules=_modules(lora.target_modules or "all-linear"),
+        exclude_modules=_modules(lora.exclude_modules),
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in network.modules()),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _modules(given: str | tuple[str, ...] | None) -> Any:
+    return list(given) if isinstance(given, tuple) else given
+
+
+def _of_start(folder: Path, lora: LoraSettings) -> LoraConfig:
+    """The configuration of the folder, without dropout: an engine's log-probs have none either."""
+    config = adapters.read_config(folder)
+    for key, given, found in (
+        ("lora_rank", lora.rank, config.r),
+        ("lora_alpha", lora.alpha, config.lora_alpha),
+    ):
+        if given is not None and given != found:
+            raise ConfigError(
+                f"{WHERE}.{key}: {given} found, the adapter in {folder} has {found}. Leave it out: "
+                "an adapter goes on as it is."
+            )
+    config.inference_mode, config.lora_dropout = False, 0.0
+    config.task_type = "CAUSAL_LM"
+    return config
