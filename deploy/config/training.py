@@ -31,7 +31,6 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
     config = stage.config
     trainer, sync, lengths = config.trainer, config.synchronizer, lengths_of(config)
     source = config.buffer.trainer_input.experience_buffer
-    read_timeout_s = source.max_read_timeout if source else 1800
     sft = uses_sft(config)
     return TrainerSettings(
         model_path=_model_path(config),
@@ -60,7 +59,7 @@ def trainer_settings(stage: StageConfig, checkpoint_uri: str) -> TrainerSettings
         max_sequence_tokens=lengths.model,
         gradient_checkpointing=trainer.gradient_checkpointing,
         num_threads=trainer.num_threads,
-        max_read_timeout_ms=round(read_timeout_s * 1000),
+        max_read_timeout_ms=round(1000 * (source.max_read_timeout if source else 1800)),
         chat_template=chat_template(config),
         critic_model_path=config.model.critic_model_path or None,
         critic_warmup=trainer.critic_warmup,
