@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -177,20 +178,20 @@ def test_a_loss_of_preferences_belongs_to_the_algorithm_of_its_name(name: str, l
 def test_kto_takes_its_baseline_from_other_prompts_answers(tiny_model_dir: Path):
     """The policy likes every answer 1 nat more than its reference: z is that of the answers."""
     one = learner(tiny_model_dir, algorithm_type="kto", lr=1e-2)
-    examples = with_logprobs(mixed(), one.model)
+    reference, examples = copy.deepcopy(one.model), with_logprobs(mixed(), one.model)
     first = one.step(examples, step=1)
     assert first["actor/kl_to_reference"] == 0.0
     assert first["actor/pg_loss"] == pytest.approx(0.5, abs=1e-6)
     others = mismatched(examples)
     before, after = (
         [plain_logprobs(model, e.sequences[0]).detach().double().numpy() for e in others]
-        for model in (one._reference, one.model)
+        for model in (reference, one.model)
     )
     masks = [e.sequences[0].is_trained for e in others]
     sums = [(a - b)[m].sum() for a, b, m in zip(after, before, masks, strict=True)]
     d = [
         sum((plain_logprobs(m, s).detach().double().numpy() * s.is_trained).sum() * sign
-            for m, sign in ((one.model, 1), (one._reference, -1)))
+            for m, sign in ((one.model, 1), (reference, -1)))
         for e in examples for s in e.sequences
     ]  # fmt: skip
     second = one.step(examples, step=2)
@@ -208,12 +209,12 @@ def test_rollouts_above_the_threshold_are_wanted_and_rows_say_it_themselves(tiny
     for batch_of, wanted in ((examples, 0), (told, 1)):
         loss = FunctionSettings("kto", {"reward_threshold": 0.2})
         one = learner(tiny_model_dir, algorithm_type="kto", policy_loss_fn=loss)
-        sums = []
+        reference, sums = copy.deepcopy(one.model), []
         for step in (1, 2, 3):
             one.step(batch_of, step=step)
         for e in examples:
             s = e.sequences[0]
-            now, then = (plain_logprobs(m, s).detach() for m in (one.model, one._reference))
+            now, then = (plain_logprobs(m, s).detach() for m in (one.model, reference))
             sums.append(float((now - then)[2:].sum()))
         assert sums[wanted] > 0 > sums[1 - wanted]
 
