@@ -226,3 +226,18 @@ def test_environment_variables_fill_in_and_numbers_stay_numbers(
     )
     assert run.config.algorithm.optimizer.lr == 3e-4
     assert run.config.buffer.batch_size == 16
+
+
+def test_every_stage_keeps_the_hugging_face_model_that_the_next_begins_with(tmp_path: Path) -> None:
+    def kept(value: str, **more: Any) -> list[str]:
+        run = planned(tmp_path, {"trainer": {"save_hf_checkpoint": value}, **more})
+        return [s.trainer.save_hf_checkpoint for s in run.stages if s.trainer]
+
+    stages = {"stages": [{"stage_name": "first"}, {"stage_name": "second"}]}
+    assert [kept(value) for value in ("always", "last", "never")] == [
+        ["always"],
+        ["last"],
+        ["never"],
+    ]
+    assert kept("never", **stages) == ["last", "last"]
+    assert kept("always", **stages) == ["always", "always"]
