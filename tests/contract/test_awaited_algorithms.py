@@ -16,7 +16,7 @@ from streamrft.consumers.algorithms import catalogue
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.learning.mismatched import mismatched
-from streamrft.consumers.settings import FunctionSettings
+from streamrft.consumers.settings import FunctionSettings, LoraSettings
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 
 pytestmark = pytest.mark.usefixtures("torch_as_before")
@@ -217,6 +217,16 @@ def test_rollouts_above_the_threshold_are_wanted_and_rows_say_it_themselves(tiny
             now, then = (plain_logprobs(m, s).detach() for m in (one.model, reference))
             sums.append(float((now - then)[2:].sum()))
         assert sums[wanted] > 0 > sums[1 - wanted]
+
+
+@pytest.mark.parametrize("name, first", [("dpo", math.log(2)), ("kto", 0.5)])
+def test_preferences_train_an_adapter_against_the_model_below_it(
+    tiny_model_dir: Path, name: str, first: float
+):
+    one = learner(tiny_model_dir, algorithm_type=name, lora=LoraSettings(rank=4), lr=1e-2)
+    examples = group([[0, 0, 1, 1], [0, 0, 1, 1, 1]] * 2, (1.0, 0.0) * 2)
+    losses = [one.step(examples, step=i + 1)["actor/pg_loss"] for i in range(4)]
+    assert losses[0] == pytest.approx(first, abs=1e-6) and losses[3] < first - 1e-3
 
 
 def test_mismatched_answers_follow_prompts_of_other_groups():
