@@ -108,7 +108,7 @@ class PolicyModel:
         if self._adapter is None:
             yield self._reference
             return
-        with self._adapter.reference():
+        with self._adapter.reference(), self.without_dropout():
             yield self.network
 
     def run(self, call: Callable[[], T], network: Any = None) -> T:
@@ -121,11 +121,12 @@ class PolicyModel:
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
         """Measure as engines do: what a model drops at random is for its training passes."""
+        was_training = self.network.training
         self.network.eval()
         try:
             yield
         finally:
-            self.network.train()
+            self.network.train(was_training)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward passes."""

@@ -31,7 +31,7 @@ from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.convert.convert import Request, convert
 from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.resume import load_newest
-from streamrft.consumers.settings import FunctionSettings
+from streamrft.consumers.settings import FunctionSettings, LoraSettings
 
 pytestmark = pytest.mark.usefixtures("torch_as_before")
 
@@ -185,6 +185,13 @@ def test_what_is_measured_before_a_step_is_not_dropped(tmp_path: Path, tiny_mode
     first, second = (one._measured(mixed(1), wanted)["current_logprobs"] for _ in range(2))
     assert (first == second).all() and torch.equal(torch.get_rng_state(), state)
     assert one.model.training
+    settings = learner_settings(folder, lora=LoraSettings(rank=2, alpha=2), kl_loss_fn=KL)
+    adapted = Learner(settings, total_steps=None)
+    with adapted.policy.without_dropout():
+        with adapted.policy.reference() as below:
+            assert not below.training
+        assert not below.training, "who measures goes on"
+    assert below.training
 
 
 def converted(step: Path, base: Path, into: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from training_feed import Feed, ended, trained_ids
 from streamrft.consumers.checkpoints import WEIGHTS, CheckpointStore
 from streamrft.consumers.convert.convert import Request, convert
 from streamrft.schemas import events as ev
+from streamrft.streams.weights.object_storage import load_state_dict
 
 NUM_GROUPS, NUM_STEPS = 7, 4
 ENDED_BY_ANOTHER, SIGKILLED = 1, -signal.SIGKILL
@@ -122,6 +123,7 @@ def test_copies_for_explorers_go_where_no_hugging_face_model_is_kept(
     assert feed.train(resume_from="global_step_2", branch="again", total_steps=2) == 0, feed.said
     first = next(c for c in feed.read("checkpoints", ev.Checkpoint) if c.branch == "again")
     assert first.digest == feed.digests["main", 2]
+    assert load_state_dict(first), "whose digest is that of the event, or it raises"
 
 
 @pytest.mark.slow
