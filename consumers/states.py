@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..schemas.errors import ConfigError
 from ..streams.weights.object_storage import WEIGHTS_FILE
 from .checkpoints import FileEntry
 
@@ -61,13 +62,25 @@ class ShardedStates:
     critic_config: bytes | None = None
 
     def write(self, folder: Path, into: str) -> dict[str, FileEntry]:
-        """As `States.write`; what is small lies in one file. Raises OSError, RanksLost."""
+        """As `States.write`; what is small lies in one file.
+
+        Raises:
+            OSError: a rank could not write. RanksLost: one is gone. ConfigError: a rank wrote to
+                a disk of its own.
+        """
         from .learning.sharded import Place
 
         write_tensors(self.extra, folder / "actor" / EXTRA_FILE)
         if self.critic_config is not None:
             _critic_folder(folder, self.critic_config)
-        return self.learner.write_shards(Place(str(folder), into))
+        files = self.learner.write_shards(Place(str(folder), into))
+        if apart := [path for path in files if not into and not (folder / path).exists()]:
+            raise ConfigError(
+                f"{folder}: shards of other ranks, such as {apart[0]}, did not come here: their "
+                "machines do not share this disk. Set storage.uri to one that all of them see, or "
+                "to s3://."
+            )
+        return files
 
 
 def states_of(learner: Learner, step: int, *, copies: bool = False) -> States | ShardedStates:

@@ -16,15 +16,15 @@ from waiting import until
 
 from streamrft.consumers import saving
 from streamrft.consumers.background import BackgroundSave
-from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore
+from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, FileEntry
 from streamrft.consumers.lease import LeaseKeeper
 from streamrft.consumers.peers import Peers
 from streamrft.consumers.saving import Saver
 from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
-from streamrft.consumers.states import OPTIMIZER_FILE, States, states_of
+from streamrft.consumers.states import OPTIMIZER_FILE, ShardedStates, States, states_of
 from streamrft.deploy.handover import failed_save
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import Fenced
+from streamrft.schemas.errors import ConfigError, Fenced
 from streamrft.streams.process import Process
 
 NUM_GROUPS = 6
@@ -131,6 +131,18 @@ def test_copy_is_not_changed_by_training_on(tiny_model_dir: Path):
     assert copy.optimizer["state"][0]["exp_avg"].tolist() == [0, 0]
     assert copy.optimizer["param_groups"] == [{"betas": (0.9, 1)}]
     assert copy.rng[0]["cpu"].tolist() == [0, 0]
+
+
+def test_ranks_on_machines_that_share_no_disk_are_told_so(tmp_path: Path):
+    class Learner:
+        def write_shards(self, place):
+            return {"actor/dcp/__1_0.distcp": FileEntry(1, "")}
+
+    (tmp_path / "actor").mkdir()
+    states = ShardedStates(Learner(), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"__1_0\.distcp, did not come here.*storage\.uri"):
+        states.write(tmp_path, "")
+    assert states.write(tmp_path, "s3://bucket/step").keys() == {"actor/dcp/__1_0.distcp"}
 
 
 def test_error_of_the_thread_is_raised_by_whoever_lands_the_save():
