@@ -11,6 +11,7 @@ import torch
 
 from ...streams.blobs import sha256_file
 from ...streams.weights import adapters
+from ...streams.weights.object_storage import weights_path
 from ..bases import BASE
 from ..checkpoints import BaseModel, Manifest
 from .boxes import whole
@@ -59,9 +60,21 @@ def _recorded(step_folder: Path | None) -> BaseModel | None:
     if path is None or not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest).base
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
         raise ConvertFailed(f"{path}: cannot be read ({error}). Copy the step again.") from error
+    if manifest.base is not None:
+        _check_digest(path.parent / weights_path(manifest.base), manifest.digest)
+    return manifest.base
+
+
+def _check_digest(path: Path, wanted: str) -> None:
+    found = sha256_file(path) if path.is_file() else "missing"
+    if found != wanted:
+        raise ConvertFailed(
+            f"{path}: SHA-256 is {found[:12]}, the step's manifest says {wanted[:12]}. Copy the "
+            "step again, or convert another."
+        )
 
 
 def _places(base: BaseModel, step_folder: Path | None) -> Iterator[Path]:

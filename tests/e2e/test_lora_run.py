@@ -134,6 +134,12 @@ def test_conversion_makes_the_model_that_was_trained(
         assert word in capsys.readouterr().out
     check_model(step / "actor" / "huggingface", ids, expected)
     shutil.rmtree(step / "actor" / "huggingface")
+    content = bytearray((step / ADAPTER).read_bytes())
+    content[-1] ^= 1
+    other = job / "global_step_2"
+    (other / ADAPTER).write_bytes(content)
+    assert main(["convert", "-c", str(other)]) == 1
+    assert "the step's manifest says" in capsys.readouterr().err
     shutil.rmtree(job / "base_model")
     (quiet.job / "base_model").rename(away)
     try:
