@@ -45,6 +45,16 @@ def test_logprobs_and_entropies_are_those_of_the_softmax_at_temperature():
     np.testing.assert_allclose(entropies, -(p * np.log(p)).sum(-1), atol=1e-5)
 
 
+def test_gradients_are_those_of_the_plain_softmax():
+    hidden, weight, targets, temperatures = inputs()
+    logp = torch.log_softmax(hidden @ weight.T / temperatures[:, None], -1)
+    chosen, entropies = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    (chosen * torch.linspace(-1, 1, PLACES) + 0.3 * entropies).sum().backward()
+    _, _, hidden_grad, weight_grad = run(2**24)
+    torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight_grad, weight.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 36])
 def test_chunks_give_the_values_and_the_gradients_of_the_whole(chunk: int):
     for whole, chunked in zip(run(2**24), run(chunk * VOCABULARY), strict=True):
