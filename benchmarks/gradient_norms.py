@@ -38,13 +38,13 @@ def measure(folder: Path, kind: str) -> dict[str, float]:
 def main() -> int:
     """Print the table, or one object; 1 where a norm is not TRL's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the first two layers of the model")
+    parser.add_argument("--quick", action="store_true", help="two layers, short responses")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default="runs/gsm8k/model", help="folder made by smollm2.py")
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        prepare(args.model, Path(folder), num_groups=1, num_pairs=4, is_quick=args.quick)
+        prepare(args.model, Path(folder), is_quick=args.quick)
         for kind in KINDS:
             rows[kind] = measure(Path(folder), kind)
     if args.json:

@@ -72,8 +72,11 @@ def digest(sequences: Iterable[tuple[list[int], list[int]]]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def build(model: Any, folder: str, num_groups: int, num_pairs: int, seed: int = 0) -> Batch:
-    """Of the rows in examples/, by the tokenizer in `folder`, with log-probs near the model's."""
+def build(model: Any, folder: str, *, max_answers: int, seed: int = 0) -> Batch:
+    """One group and four pairs of the rows in examples/, by the tokenizer in `folder`.
+
+    Responses are of up to `max_answers` answers, log-probs near the model's.
+    """
     from transformers import AutoTokenizer
 
     rng = np.random.default_rng(seed)
@@ -91,18 +94,17 @@ def build(model: Any, folder: str, num_groups: int, num_pairs: int, seed: int = 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    groups: list[Group] = []
-    for row in range(num_groups):
-        responses = [ids(answer(1 + i % 3)) for i in range(GROUP_SIZE)]
-        rewards = rng.integers(0, 2, GROUP_SIZE).astype(float)
-        rewards[:2] = 0.0, 1.0
-        logprobs = _logprobs(model, ids(prompt(row)), responses, rng)
-        groups.append(Group(prompt(row), ids(prompt(row)), responses, rewards.tolist(), logprobs))
+    responses = [ids(answer(1 + i % max_answers)) for i in range(GROUP_SIZE)]
+    rewards = rng.integers(0, 2, GROUP_SIZE).astype(float)
+    rewards[:2] = 0.0, 1.0
+    prompt_ids = ids(prompt(0))
+    logprobs = _logprobs(model, prompt_ids, responses, rng)
+    group = Group(prompt(0), prompt_ids, responses, rewards.tolist(), logprobs)
     pairs: list[Pair] = []
-    for row in range(num_groups, num_groups + num_pairs):
-        texts = prompt(row), answer(1 + row % 2), answer(1 + row % 3)
+    for row in range(1, 5):
+        texts = prompt(row), answer(1 + row % min(2, max_answers)), answer(1 + row % max_answers)
         pairs.append(Pair(*texts, *map(ids, texts)))
-    return Batch(groups, pairs)
+    return Batch([group], pairs)
 
 
 def _logprobs(

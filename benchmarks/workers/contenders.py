@@ -74,8 +74,8 @@ def contenders(
         yield found
 
 
-def prepare(model: str, folder: Path, *, num_groups: int, num_pairs: int, is_quick: bool) -> Batch:
-    """Put the model into `folder`, two of its layers where it is to be quick, and the batch."""
+def prepare(model: str, folder: Path, *, is_quick: bool) -> Batch:
+    """Put model and batch into `folder`; to be quick, two of its layers and shorter responses."""
     if find_spec("trl") is None:
         raise SystemExit('TRL is not here: pip install "streamrft[train,bench]"')
     if not (Path(model) / "config.json").exists():
@@ -93,6 +93,6 @@ def prepare(model: str, folder: Path, *, num_groups: int, num_pairs: int, is_qui
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **cut)
     network.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    batch = build(network, str(folder), num_groups, num_pairs)
+    batch = build(network, str(folder), max_answers=1 if is_quick else 3)
     batch.save(folder / "batch.json")
     return batch
