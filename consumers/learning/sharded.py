@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ...schemas.errors import ConfigError
 from ...streams import faults
-from ...streams.blobs import sha256_file, storage_errors
+from ...streams.blobs import sha256_file
 from ..checkpoints import SHARDS_FOLDER, CheckpointBroken, FileEntry
 from ..convert.boxes import Box, whole
 from ..convert.dcp import METADATA, Chunk, Stored, check_files, read_chunks, read_index
@@ -107,7 +107,7 @@ class ShardSave:
                     written = self._write(Path(folder))
                     upload(Path(folder), place.uri, written.entries)
                 self._written = written
-        except (*storage_errors(), RuntimeError) as error:
+        except Exception as error:  # whatever it is, rank 0 waits for it and raises it
             why = disk_error(error, f"the shards of rank {self._rank}")
             self._written = Written({}, {}, str(why))
 

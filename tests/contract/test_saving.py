@@ -145,6 +145,20 @@ def test_ranks_on_machines_that_share_no_disk_are_told_so(tmp_path: Path):
     assert states.write(tmp_path, "s3://bucket/step").keys() == {"actor/dcp/__1_0.distcp"}
 
 
+def test_whatever_keeps_a_rank_from_writing_is_told_to_the_one_that_waits(tmp_path: Path):
+    from torch import ones
+
+    from streamrft.consumers.learning.ranks import Ranks
+    from streamrft.consumers.learning.sharded import Place, ShardSave
+
+    save = ShardSave({"actor": {"weight": ones(2)}}, Ranks(), step=1, copies=True)
+    save._rank = 1  # rank 0 moves what it wrote itself
+    save.begin(Place(str(tmp_path), "nosuch://bucket/step"))
+    until(lambda: save.written is not None, "what rank 1 wrote")
+    assert save.written is not None and save.written.results == {}
+    assert "shards of rank 1: nosuch://bucket/step: Protocol not known" in save.written.error
+
+
 def test_error_of_the_thread_is_raised_by_whoever_lands_the_save():
     def fail():
         raise CheckpointFailed("no space left")
