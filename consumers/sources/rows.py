@@ -125,9 +125,9 @@ class RowSource:
     def _refuse(self, number: int, row: Row | None, why: str) -> None:
         self._refused.add(number)
         self._on_refused(number, row, why)
-        at_most = min(MAX_REFUSED, len(self._rows))
-        if len(self._refused) == at_most == self._stop + 1:
-            raise ConfigError(f"nothing can be made of any of the first {at_most} rows. {why}")
+        count = len(self._refused)
+        if count == len(self._rows) or count == MAX_REFUSED == self._stop + 1:
+            raise ConfigError(f"nothing can be made of any of the first {count} rows. {why}")
 
     def _make_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Row numbers of one epoch; RandomState, because NumPy promises never to change it."""

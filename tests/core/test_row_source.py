@@ -130,12 +130,20 @@ def test_a_line_that_is_no_row_is_refused_and_its_neighbours_go_on(tmp_path):
     assert (number, row) == (1, None) and f"{path}:2: no JSON" in why
 
 
-def test_a_configuration_that_reads_no_row_at_all_is_an_error():
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_configuration_that_reads_no_row_at_all_is_an_error(index: int):
+    """Rows without an end are not gone through for ever, wherever that begins."""
+
     def none(row, number: int) -> list[TrainingExample]:
         raise InvalidEvent(f"row {number} has no prompt")
 
     told = []
-    rows = source(to_examples=none, on_refused=lambda *why: told.append(why))
+    rows = source(
+        {"epoch": 0, "index": index},
+        to_examples=none,
+        on_refused=lambda *why: told.append(why),
+        total_epochs=None,
+    )
     with pytest.raises(ConfigError, match="any of the first 7 rows. row . has no prompt"):
         rows.next_batch(0)
     assert len(told) == 7
