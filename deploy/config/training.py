@@ -21,7 +21,7 @@ from .checks import pacing, uses_sft
 from .lengths import Lengths, lengths_of
 from .roles import TrainerSection
 from .rows import expert_rows, expert_source, trained_rows
-from .schema import Config, StageConfig
+from .schema import AlgorithmSection, Config, StageConfig
 
 FIRST_BRANCH = "main"
 
@@ -95,8 +95,7 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
         policy_loss_fn=section.policy_loss_fn,
     )
     bypasses_old = _bypasses_old_logprobs(stage)
-    if section.rollout_correction is not None:
-        CorrectionKeys.create({"bypass_mode": bypasses_old, **section.rollout_correction})
+    _check_correction(section, spec, bypasses_old=bypasses_old)
     loss_args = dict(section.policy_loss_fn_args or {})
     agg_mode = loss_args.pop("loss_agg_mode", None)
     return AlgorithmSettings(
@@ -117,6 +116,19 @@ def algorithm_settings(stage: StageConfig) -> AlgorithmSettings:
         rollout_correction=section.rollout_correction,
         optimizer=_optimizer(stage),
     )
+
+
+def _check_correction(
+    section: AlgorithmSection, spec: AlgorithmType, *, bypasses_old: bool
+) -> None:
+    if section.rollout_correction is None:
+        return
+    if spec.schema != "experience":
+        raise ConfigError(
+            f"algorithm.rollout_correction: found with algorithm_type {section.algorithm_type}, "
+            "whose loss has no ratio to what a behaviour policy wrote. Remove it."
+        )
+    CorrectionKeys.create({"bypass_mode": bypasses_old, **section.rollout_correction})
 
 
 def groups_a_step(config: Config) -> int:

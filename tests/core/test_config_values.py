@@ -141,6 +141,8 @@ def test_a_correction_recomputes_old_log_probs_unless_the_file_says_otherwise(
         settings(rollout_correction={"rollout_is": "token"}, bypass_old_logprobs=True)
     with pytest.raises(ConfigError, match="'rollout_iss' is unknown. Did you mean 'rollout_is'"):
         settings(rollout_correction={"rollout_iss": "token"})
+    with pytest.raises(ConfigError, match="rollout_correction: found with algorithm_type dpo"):
+        settings(algorithm_type="dpo", rollout_correction={"rollout_is": "token"})
 
 
 def test_a_kl_penalty_reaches_the_trainer(tmp_path: Path) -> None:
