@@ -80,7 +80,7 @@ def prepare(
             values[i] = value
     kept = [(e, v) for e, v in zip(examples, values, strict=True) if v is not None]
     if getattr(algorithm.advantage, "duplicate_experiences", False):
-        kept = refilled(kept, len({e.group_id for e in examples}))
+        kept = refilled(kept, len({examples[i].group_id for i in own}))
     chosen = [(e, s) for e, _ in kept for s in e.sequences if s.is_trained.any()]
     flat = flatten([s for _, s in chosen], recomputed=algorithm.recomputes_old)
     advantages = _spread([e for e, _ in kept], [v for _, v in kept])

@@ -90,13 +90,15 @@ def refilled(
 ) -> list[tuple[TrainingExample, T]]:
     """What was kept of a batch, and copies of random groups of it until there are `num_groups`.
 
-    Which ones is a function of the ids alone, so that a cut trained again copies the same.
+    Rows of an expert are no groups. Which ones is a function of the ids alone, so that a cut
+    trained again copies the same.
     """
     groups: dict[str, list[tuple[TrainingExample, T]]] = {}
     for example, value in kept:
-        groups.setdefault(example.group_id, []).append((example, value))
+        if not example.is_expert:
+            groups.setdefault(example.group_id, []).append((example, value))
     if not groups:
-        return []
+        return list(kept)
     chance = np.random.RandomState(zlib.crc32(" ".join(groups).encode()))
     members = list(groups.values())
     copies = chance.choice(len(members), num_groups - len(members))

@@ -144,6 +144,18 @@ def test_a_group_without_a_signal_gives_its_place_to_a_copy_of_another():
     assert first.num_trained_examples == 6
 
 
+def test_rows_of_an_expert_are_neither_copied_nor_places_to_fill():
+    args = {"std_threshold": 0.0, "duplicate_experiences": True}
+    chosen = algorithm("mix", advantage_fn=FunctionSettings("grpo", args))
+    rows = [
+        dataclasses.replace(e, group_id=f"sft.{i}", group_rewards=(), is_expert=True)
+        for i, e in enumerate(worked() * 3)
+    ]
+    ready = prepare([*three_groups(), *rows], chosen)
+    assert ready.is_expert.tolist() == [False] * 4 + [True] * 9 + [False] * 2
+    assert [e.group_id for e, _ in refilled([(rows[0], 0.0)], 3)] == ["sft.0"]
+
+
 def test_a_batch_without_any_signal_is_filled_with_nothing():
     assert refilled([], 3) == []
     assert {e.group_id for e, _ in refilled([(three_groups()[0], 1.0)], 9)} == {"g.0"}
