@@ -136,7 +136,12 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """The last full checkpoint. Raises CheckpointFailed when it cannot be written in time."""
-        self._land()
+        if not self._land():
+            raise CheckpointFailed(
+                f"step {step} is not saved: the save before it does not end, and the trainer is "
+                "asked to stop. Start it again: it trains the steps since its last full "
+                "checkpoint from their cuts."
+            )
         if not self._is_full(step) or self._owed is not None:
             self._insist(step, _Due(True))
         self._retire(spared_copies=1 if self.settings.save_hf_checkpoint == "last" else 0)
