@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from kafka_broker import Broker, needs_kafka_home
 from small_run import SmallRun
 
@@ -18,6 +19,9 @@ from streamrft.schemas import codec
 
 # processes of one test share the cores, and torch reads this when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a clock decides nothing: how long an example takes says how busy the machine is
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 BUILD = Path(__file__).parents[1] / "examples" / "quickstart" / "build.py"
 
 

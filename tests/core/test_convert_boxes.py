@@ -22,7 +22,7 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 
 @given(SHAPES, st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_ranks_box_is_the_one_that_torch_gives_it(
     shape: tuple[int, ...], mesh: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_strided_shard_is_cut_after_the_dimension_to_its_right() -> None:
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_runs_put_a_box_where_slicing_would(shape: tuple[int, ...], data: st.DataObject) -> None:
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
     size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))

@@ -67,9 +67,7 @@ deliveries = st.lists(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deliveries, st.integers(1, 20))
 def test_every_record_comes_once_and_in_order_whatever_faust_brings(
     log, monkeypatch, delivered, chunk

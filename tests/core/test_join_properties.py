@@ -18,7 +18,7 @@ from streamrft.streams.join.join import RewardJoin
 from streamrft.streams.join.rewards import RewardBook
 from streamrft.streams.join.state import Standing
 
-THOROUGH = hypothesis_settings(max_examples=300, deadline=None)
+THOROUGH = hypothesis_settings(max_examples=300)
 
 
 @THOROUGH

@@ -322,7 +322,7 @@ def histories(draw: st.DrawFn) -> tuple[World, list[int]]:
     return world, draw(st.lists(st.integers(0, 5), max_size=10))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories())
 def test_every_experience_is_trained_or_dropped_once_whatever_happens(history):
     world, plan = history
