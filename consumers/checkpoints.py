@@ -29,7 +29,7 @@ from .folders import MANIFEST, Folders, open_folders
 logger = logging.getLogger("streamrft")
 
 WEIGHTS = f"{HF_FOLDER}/{WEIGHTS_FILE}"
-SHARDS_FOLDER = "dcp"
+SHARDS_FOLDER, HF_NAME = "dcp", "huggingface"
 META = "trainer_meta.json"
 NUM_SERVED = 4
 _NAME = re.compile(r"global_step_(\d+)(?:\.epoch_(\d+))?\Z")
@@ -81,6 +81,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def is_sharded(self) -> bool:
         """Whether each rank wrote its own part of the states."""
         return f"actor/{SHARDS_FOLDER}/.metadata" in self.files
+
+    def proves(self, path: str) -> bool:
+        """Whether the file stays as it is; beside shards `convert` writes a config.json anew."""
+        return not self.is_sharded or path == WEIGHTS or HF_NAME not in path.split("/")
 
 
 @dataclass(frozen=True)
@@ -240,9 +244,10 @@ class CheckpointStore:
         try:
             text = self.folders.read(name, MANIFEST)
             manifest = msgspec.json.decode(text, type=Manifest)
-            for path, entry in manifest.files.items():
-                if (size := self.folders.size(name, path)) != entry.size:
-                    raise CheckpointBroken(f"{path} has {size:,} bytes, not {entry.size:,}")
+            for path in filter(manifest.proves, manifest.files):
+                size, wanted = self.folders.size(name, path), manifest.files[path].size
+                if size != wanted:
+                    raise CheckpointBroken(f"{path} has {size:,} bytes, not {wanted:,}")
         except FileNotFoundError as error:
             raise CheckpointBroken(f"a file is missing ({error})") from error
         except msgspec.DecodeError as error:
@@ -251,7 +256,7 @@ class CheckpointStore:
         return Saved(uri, name, manifest, hashlib.sha256(text).hexdigest())
 
     def fetch(self, saved: Saved, into: Path) -> Path:
-        """A local folder with its files, every SHA-256 verified; of one in shards, without these.
+        """A local folder with its files, every SHA-256 verified; of one in shards, the rest of it.
 
         Raises:
             CheckpointBroken: a file has other contents than the manifest says.
@@ -259,8 +264,7 @@ class CheckpointStore:
         files = saved.manifest.files
         if saved.manifest.is_sharded:
             # each rank reads its own, and no other weights are needed
-            files = {p: e for p, e in files.items() if f"/{SHARDS_FOLDER}/" not in p}
-            files.pop(WEIGHTS, None)
+            files = {p: files[p] for p in files if not {SHARDS_FOLDER, HF_NAME} & {*p.split("/")}}
         folder = self.folders.fetch(saved.name, files, into)
         for path, entry in files.items():
             if (found := sha256_file(folder / path)) != entry.sha256:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import ConfigError
 from ..streams.weights.object_storage import WEIGHTS_FILE
-from .checkpoints import FileEntry
+from .checkpoints import HF_NAME, FileEntry
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
 
 OPTIMIZER_FILE = "optim_world_size_1_rank_0.pt"
-HF_NAME = "huggingface"
 EXTRA_FILE = "extra_state_world_size_1_rank_0.pt"
 
 

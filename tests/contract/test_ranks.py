@@ -131,8 +131,10 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_in_shards(
     models = converted(folder / "global_step_3", tiny_model_dir, tmp_path)
     assert_same_bits(dict(sorted(models["actor"].items())), dict(sorted(saved[3].weights.items())))
     assert models["critic"]["score.weight"].abs().sum() > 0
-    in_place = convert(Request(folder / "global_step_3", with_critic=True))
+    in_place = convert(Request(folder / "global_step_3", with_critic=True, dtype="bfloat16"))
     assert [o.state for o in in_place] == ["present", "converted"]
+    again = {s.manifest.step: s for s in CheckpointStore(str(folder), "main").scan()}
+    assert load_newest(one, [(CheckpointStore(str(folder), "main"), again[3])]) is not None
     change_a_bit(folder / "global_step_3" / "actor" / "dcp" / "__2_0.distcp")
     store = CheckpointStore(str(folder), "main")
     base = load_newest(one, [(store, written[3]), (store, written[2])])
