@@ -74,13 +74,10 @@ class Adapter:
         peft's own switch also turns off that the matrices require a gradient, which shards and
         gradients that are being added up do not survive.
         """
-        is_training = self._network.training
         self._switch([_START] if self._is_started else [])
-        self._network.eval()
         try:
             yield
         finally:
-            self._network.train(is_training)
             self._switch([TRAINED])
 
     def _switch(self, names: list[str]) -> None:

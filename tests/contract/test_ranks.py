@@ -189,9 +189,12 @@ def test_what_is_measured_before_a_step_is_not_dropped(tmp_path: Path, tiny_mode
     assert one.model.training
     settings = learner_settings(folder, lora=LoraSettings(rank=2, alpha=2), kl_loss_fn=KL)
     adapted = Learner(settings, total_steps=None)
+    with adapted.policy.reference() as below:
+        assert not below.training
+    assert below.training
     with adapted.policy.without_dropout():
-        with adapted.policy.reference() as below:
-            assert not below.training
+        with adapted.policy.reference():
+            pass
         assert not below.training, "who measures goes on"
     assert below.training
 
