@@ -133,8 +133,10 @@ def _mode(config: Config) -> None:
         )
     if uses_sft(config):
         _sft(config)
-    elif kind in PREFERENCES:
-        _preferences(config)
+    elif kind == "dpo":
+        _pairs(config)
+    if kind == "kto":
+        _prompts(config)
     if config.mode != "explore" and not config.model.model_path:
         raise ConfigError("model.model_path: empty; name a model folder or a Hugging Face model.")
 
@@ -150,19 +152,26 @@ def _sft(config: Config) -> None:
         raise ConfigError(f"buffer.train_batch_size: {kind} needs it: rows a step.")
 
 
-def _preferences(config: Config) -> None:
+def _pairs(config: Config) -> None:
     """Of groups on the log."""
-    kind, buffer = config.algorithm.algorithm_type, config.buffer
-    if rolls_out(config) and kind == "dpo" and config.algorithm.repeat_times < 2:
+    if rolls_out(config) and config.algorithm.repeat_times < 2:
         raise ConfigError(
             "algorithm.repeat_times: 1 found; dpo compares the rollouts of a task, so at least 2 "
             "are allowed. For pairs of a file set mode: train and "
             "buffer.trainer_input.experience_buffer.storage_type: file."
         )
-    if kind == "kto" and (buffer.train_batch_size or buffer.batch_size) < 2:
+
+
+def _prompts(config: Config) -> None:
+    size, group = config.buffer.train_batch_size, config.algorithm.repeat_times
+    prompts = config.buffer.batch_size
+    if size:
+        prompts = size if uses_sft(config) else size // group
+    if prompts < 2:
         raise ConfigError(
-            "buffer.batch_size: 1 found; kto measures its baseline on answers to other prompts of "
-            "the batch, so at least 2 tasks are allowed."
+            f"buffer.{'train_batch_size' if size else 'batch_size'}: {prompts} prompts a step "
+            "found; kto measures its baseline on answers to other prompts of the batch, so at "
+            "least 2 are allowed."
         )
 
 

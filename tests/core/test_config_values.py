@@ -194,6 +194,8 @@ def test_kto_takes_verdicts_of_a_file(tmp_path: Path) -> None:
     }
     trainer = planned(tmp_path, changes).stage(None).trainer
     assert trainer and trainer.sft and trainer.sft.label_key == "good"
+    with pytest.raises(ConfigError, match="train_batch_size: 1 prompts a step found; kto"):
+        planned(tmp_path, {**changes, "buffer": {**changes["buffer"], "train_batch_size": 1}})
     changes["algorithm"] = {"algorithm_type": "sft"}
     run = planned(tmp_path, changes)
     trainer = run.stage(None).trainer
@@ -210,7 +212,14 @@ def test_preferences_without_a_file_come_from_the_log(tmp_path: Path) -> None:
         assert (stage.trainer.batch_groups, stage.scheduler.batch_size) == (groups, groups)
     for changes, match in (
         ({"algorithm": {"algorithm_type": "dpo", "repeat_times": 1}}, "repeat_times: 1 found; dpo"),
-        ({"algorithm": {"algorithm_type": "kto"}, "buffer": {"batch_size": 1}}, "at least 2 tasks"),
+        ({"algorithm": {"algorithm_type": "kto"}, "buffer": {"batch_size": 1}}, "1 prompts a step"),
+        (
+            {
+                "algorithm": {"algorithm_type": "kto", "repeat_times": 8},
+                "buffer": {"train_batch_size": 8},
+            },
+            "train_batch_size: 1 prompts a step found; kto",
+        ),
     ):
         with pytest.raises(ConfigError, match=match):
             planned(tmp_path, changes)
