@@ -29,7 +29,6 @@ class Progress:
     new_steps: list[ev.TrainStep] = field(default_factory=list)
     processes: dict[str, ev.Heartbeat] = field(default_factory=dict)
     drops: dict[str, int] = field(default_factory=dict)
-    num_trained: int = 0
     num_taken: int = 0
     branch: str = "main"
     saved: ev.Checkpoint | None = None
@@ -110,7 +109,6 @@ class Progress:
                 return
             self.steps.append(event)
             self.new_steps.append(event)
-            self.num_trained += event.num_experiences
         elif isinstance(event, ev.Cut):
             self.num_taken += len(event.members)
         elif isinstance(event, ev.Checkpoint):
