@@ -170,6 +170,8 @@ def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> No
 def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
     number: signal.Signals, supervised: Supervised
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # as in a job in the background
+        signal.signal(number, signal.default_int_handler)
     process = supervised.started()
     log_folder = supervised.folder / "runs" / "p" / "n" / "log"
     until(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")

@@ -117,11 +117,18 @@ def kill_roles(run: SmallRun, roles: tuple[str, ...], chance: random.Random) -> 
             kill_supervisor(run, process)
             process = run.start()
             continue
-        children = run.children(f" {role} ")
-        assert children, f"no {role} is left to be killed\n{run.output()}"
-        for child in children:
-            child.kill()
+        kill_role(run, role, process)
     assert process.wait(180) == 0, run.output()
+
+
+def kill_role(run: SmallRun, role: str, process: subprocess.Popen[str]) -> None:
+    """All of its processes; after the kill of a supervisor they may not be started yet."""
+    word = f" {role} "
+    run.wait_for(lambda: run.children(word) or process.poll() is not None, role)
+    children = run.children(word)
+    assert children, f"no {role} is left to be killed\n{run.output()}"
+    for child in children:
+        child.kill()
 
 
 def await_cuts(run: SmallRun, num_cuts: int) -> None:
