@@ -61,11 +61,11 @@ class _Captured(DefaultSavePlanner):
 
     def __init__(self, plan: SavePlan, metadata: Metadata | None, values: Mapping[Any, Any]):
         super().__init__()
-        self.plan, self.whole, self._values = plan, metadata, values
+        self.plan, self.whole, self.values = plan, metadata, values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """See SavePlanner."""
-        return self._values[write_item.index]
+        return self.values[write_item.index]
 
 
 class ShardSave:
@@ -110,6 +110,9 @@ class ShardSave:
         except Exception as error:  # whatever it is, rank 0 waits for it and raises it
             why = disk_error(error, f"the shards of rank {self._rank}")
             self._written = Written({}, {}, str(why))
+        finally:
+            for planner in self._parts.values():
+                planner.values = {}  # copies as large as weights and moments
 
     def _write(self, step_folder: Path) -> Written:
         results: dict[str, list[WriteResult]] = {}

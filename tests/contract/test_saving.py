@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import runpy
 import threading
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,8 +154,10 @@ def test_whatever_keeps_a_rank_from_writing_is_told_to_the_one_that_waits(tmp_pa
 
     save = ShardSave({"actor": {"weight": ones(2)}}, Ranks(), step=1, copies=True)
     save._rank = 1  # rank 0 moves what it wrote itself
+    (copy,) = map(weakref.ref, save._parts["actor"].values.values())
     save.begin(Place(str(tmp_path), "nosuch://bucket/step"))
     until(lambda: save.written is not None, "what rank 1 wrote")
+    until(lambda: copy() is None, "its copies are let go")
     assert save.written is not None and save.written.results == {}
     assert "shards of rank 1: nosuch://bucket/step: Protocol not known" in save.written.error
 
