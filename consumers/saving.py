@@ -21,6 +21,7 @@ from ..streams import faults
 from ..streams.weights.object_storage import WeightsUnavailable, load_state_dict
 from .announcer import Announcer
 from .background import BackgroundSave
+from .bases import save_base
 from .checkpoints import (
     NUM_SERVED,
     BaseModel,
@@ -257,7 +258,11 @@ class Saver:
         self.announcer.publish("checkpoints", event)
 
     def _save(self, step: int, due: _Due) -> Saved:
-        """Write and announce while training waits."""
+        """Write and announce while training waits; at first also the model below an adapter."""
+        if self.base is None:
+            epoch, prove = self.announcer.epoch, self.keeper.prove
+            uri = self.settings.checkpoint_uri
+            self.base = save_base(self.learner, uri, epoch=epoch, before_place=prove)
         position = self.source.position()
         states = states_of(self.learner, step) if due.is_full else None
         contents = self._contents(self.learner.save_hf, states, step, position)

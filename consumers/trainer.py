@@ -8,7 +8,6 @@ from ..schemas.events import Branch, now_ms
 from ..streams.lineage import Lineage
 from ..streams.process import Process
 from .announcer import Announcer
-from .bases import save_base
 from .checkpoints import CheckpointStore
 from .copies import with_copy
 from .inputs import Inputs, num_steps, open_rows_of
@@ -119,10 +118,4 @@ def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
         # explorers of a fork begin with these weights
         saver.go_on_from(with_copy(base.store, base.saved, saver.learner.save_hf))
         return
-    saver.base = save_base(
-        saver.learner,
-        saver.settings.checkpoint_uri,
-        epoch=saver.announcer.epoch,
-        before_place=saver.keeper.prove,
-    )
     saver.after_step(0, is_last=False)

@@ -14,7 +14,7 @@ from training_feed import TOPICS, Feed, ended, experience, group, trained_ids
 from waiting import until
 
 from streamrft.consumers.checkpoints import CheckpointStore
-from streamrft.consumers.settings import SftSource
+from streamrft.consumers.settings import LoraSettings, SftSource
 from streamrft.deploy.handover import failed_save
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
@@ -368,9 +368,13 @@ def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     assert {step for _, step in feed.digests} == {0, 1, 3}
 
 
-def test_first_checkpoint_that_cannot_be_written_fails_the_run(feed: Feed):
+@pytest.mark.parametrize("lora", [None, LoraSettings()], ids=["whole", "adapter"])
+def test_first_checkpoint_that_cannot_be_written_fails_the_run(
+    feed: Feed, lora: LoraSettings | None
+):
     (feed.folder / "checkpoints").write_text("no folder")
-    assert feed.train(max_read_timeout_ms=1_000) == 1
+    assert feed.train(max_read_timeout_ms=1_000, lora=lora) == 1
+    assert [f.step for f in feed.read("checkpoints", ev.SaveFailed)] == [0]
     assert "step 0 is not saved after 1 s" in feed.said and "Not a directory" in feed.said
 
 
