@@ -72,18 +72,23 @@ def tools_of(row: Mapping[str, Any], source: SftSource) -> Tools:
 
 
 def lacks(row: Mapping[str, Any], key: str, what: str, advice: str) -> InvalidEvent:
-    """The error of a column that is not there."""
-    columns = ", ".join(sorted(row))
-    return InvalidEvent(f"{key!r} holds {what}; the row has {columns}. Set {advice}.", field=key)
+    """The error of a column that is not there, or is null under one of its two names."""
+    columns, other = ", ".join(sorted(row)), _ALSO.get(key, key)
+    named = other if key not in row and other in row and row[other] is None else key
+    return InvalidEvent(f"{named!r} holds {what}; the row has {columns}. Set {advice}.", field=key)
 
 
 def _answered(row: Mapping[str, Any], source: SftSource) -> Side:
     """A whole conversation, or a prompt and what answers it."""
-    given = cell(row, source.messages_key)
-    if given and source.prompt_type == "messages":
+    given = cell(row, source.messages_key) if source.prompt_type == "messages" else None
+    if given and isinstance(given, list):
         return Side(turns(row, given, source))
     advice = "format.prompt_key and format.response_key, or format.messages_key"
     prompt, answer = row.get(source.prompt_key), cell(row, source.response_key)
+    if given is not None and prompt is None:
+        what = "an empty list" if given == [] else f"a {type(given).__name__}"
+        key = source.messages_key if source.messages_key in row else _ALSO[source.messages_key]
+        raise lacks(row, key, f"{what}, not a list of messages", advice)
     for key, value in ((source.prompt_key, prompt), (source.response_key, answer)):
         if value is None:
             raise lacks(row, key, "nothing", advice)

@@ -103,6 +103,9 @@ PAIRS = SftSource(path="rows.jsonl", is_pairs=True)
 BAD: dict[str, tuple[dict[str, Any], SftSource, str]] = {
     "no columns": ({"x": 1}, PLAIN, "'prompt' holds nothing; the row has x. Set format.prompt_key"),
     "null": ({"prompt": None, "response": "b"}, PLAIN, "'prompt' holds nothing"),
+    "null of TRL": ({"prompt": "a", "completion": None}, PLAIN, "'completion' holds nothing; the"),
+    "no messages": ({"messages": []}, PLAIN, "'messages' holds an empty list, not a list of mess"),
+    "a text": ({"messages": "a"}, PLAIN, "'messages' holds a str, not a list of messages; the row"),
     "text for messages": ({"messages": ["a"]}, PLAIN, "a list of messages holds what is no"),
     "tools as a word": ({"messages": TALK, "tools": "add"}, PLAIN, "'tools' is no JSON"),
     "a tool alone": ({"messages": TALK, "tools": {}}, PLAIN, "'tools' holds no list"),
