@@ -46,8 +46,19 @@ def find(path: Path, *, steps: Sequence[int] = (), with_critic: bool = False) ->
     if not step_folders and not steps and (role := _bare_role(folder)):
         return [Found(role, folder, None)]
     chosen = _chosen(step_folders, steps, path)
-    roles = ("critic",) if is_critic else ROLES if with_critic else ROLES[:1]
-    return [_part(f, role) for f in chosen for role in roles]
+    if is_critic:
+        return [_part(f, "critic") for f in chosen]
+    is_named = above is not None or bool(steps)
+    found = [_part(f, role) for f in chosen for role in (ROLES if with_critic else ROLES[:1])]
+    return found if is_named or not with_critic else _there(found, path)
+
+
+def _there(found: Sequence[Found], path: Path) -> list[Found]:
+    """Without the critics of steps that have none, as those that only served weights."""
+    there = [f for f in found if f.role == "actor" or f.folder.is_dir()]
+    if all(f.role == "actor" for f in there):
+        raise ConvertFailed(f"{path}: no step has a critic. Leave out --critic.")
+    return there
 
 
 def step_of(folder: Path) -> int:

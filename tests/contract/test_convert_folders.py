@@ -78,6 +78,20 @@ def test_a_critic_is_converted_on_request(actor: Path) -> None:
     assert torch.equal(found.eval()(IDS).logits, critic.eval()(IDS).logits)
 
 
+def test_critics_of_a_job_are_those_of_the_steps_that_have_one(
+    actor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, served = actor.parent.parent, actor.parent.parent / "global_step_4"
+    shutil.copytree(actor.parent, served)
+    assert convert(job, "--critic") == 1
+    assert capsys.readouterr().err.endswith("no step has a critic. Leave out --critic.\n")
+    save_shard(actor.parent / "critic", llama(LlamaForTokenClassification, num_labels=1))
+    assert convert(job, "--critic") == 0
+    assert (actor.parent / "critic/huggingface/model.safetensors").exists()
+    assert not (served / "critic").exists()
+    assert convert(served, "--critic") == 1
+
+
 def test_a_path_inside_the_critic_means_the_critic(actor: Path) -> None:
     folder = actor.parent / "critic"
     save_shard(folder, llama(LlamaForTokenClassification, num_labels=1))
