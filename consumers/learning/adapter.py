@@ -25,6 +25,7 @@ _START = "start"
 _DEFAULT_RANK = _DEFAULT_ALPHA = 32
 # what of adapter_config.json changes logits though every matrix has its shape
 _MEANING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_KEYS = {"r": "lora_rank"}
 
 
 class Adapter:
@@ -90,9 +91,15 @@ class Adapter:
         for key in _MEANING:
             if getattr(own, key) != getattr(theirs, key):
                 raise ConfigError(
-                    f"{WHERE}: {key} is {getattr(own, key)}, in the checkpoint {folder} it is "
-                    f"{getattr(theirs, key)}. Set it as it was, or begin a new run."
+                    f"{WHERE}: {_KEYS.get(key, key)} is {getattr(own, key)}, in the checkpoint "
+                    f"{folder} it is {getattr(theirs, key)}. Set it as it was, or begin a new run."
                 )
+        if other := self.places.keys() ^ adapters.names(folder):
+            raise ConfigError(
+                f"{WHERE}.target_modules: not those of the checkpoint {folder}; {len(other)} "
+                f"matrices differ, such as {min(other)}. Set target_modules and exclude_modules as "
+                "they were, or begin a new run."
+            )
 
     def config_file(self) -> bytes:
         """adapter_config.json as peft reads it, with its sets in order."""

@@ -115,6 +115,18 @@ def places(network: Any) -> dict[str, str]:
     return {f"base_model.model.{name}": key for name, key in found.items()}
 
 
+def names(folder: Path) -> set[str]:
+    """Names of the matrices of a folder. Raises AdapterMismatch: it has no file of them."""
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / ADAPTER_FILE
+    try:
+        with safe_open(path, "pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise AdapterMismatch(f"{path}: cannot be read ({error}). Save it again.") from error
+
+
 def fill(network: Any, folder: Path) -> None:
     """Copy the matrices of a folder into the adapter of a network.
 

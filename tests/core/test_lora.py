@@ -238,5 +238,11 @@ def test_a_checkpoint_of_another_adapter_is_refused(tiny_model_dir: Path, tmp_pa
     other = learner(tiny_model_dir, lora=LoraSettings(rank=4, alpha=16))
     with pytest.raises(ConfigError, match="lora_alpha is 16, in the checkpoint .* it is 8"):
         other.policy.check_adapter(tmp_path / "a")
+    for changed, why in (
+        (LoraSettings(rank=8, alpha=8), "lora_rank is 8, in the checkpoint .* it is 4"),
+        (LoraSettings(rank=4, alpha=8, target_modules=("q_proj",)), "target_modules.*24 matrices"),
+    ):
+        with pytest.raises(ConfigError, match=rf"lora_configs.*{why}"):
+            learner(tiny_model_dir, lora=changed).policy.check_adapter(tmp_path / "a")
     with pytest.raises(ConfigError, match="names differ.*lora_configs"):
         other.load_weights(other.state_dict(is_base=True))
