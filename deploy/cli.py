@@ -23,11 +23,11 @@ _ROLES = {
 }
 # commands of Trinity-RFT that this version does not have, and what does their work here
 _ABSENT = {
-    "studio": "a configuration is a YAML file; `streamrft run --dry-run` prints all that it means",
+    "studio": "A configuration is a YAML file; `streamrft run --dry-run` prints all that it means",
     "debug": "`streamrft run --dry-run` prints what would run; `streamrft explain ID` tells a path",
     "view": "`streamrft tail experiences` and `tail trajectories` print what is on the log",
-    "log": "every process writes its own file in <job folder>/log/",
-    "perf": "the programs in benchmarks/ measure",
+    "log": "Every process writes its own file in <job folder>/log/",
+    "perf": "The programs in benchmarks/ measure",
 }
 _EPILOG = """\
 A run is what its configuration file says it is: give every command the same --config.

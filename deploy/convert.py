@@ -15,6 +15,13 @@ def command(args: argparse.Namespace) -> int:
         from ..consumers.convert import Request, convert
     except ImportError as error:
         raise MissingExtra(f"{error.name}, which convert needs,", "train") from error
+    if "://" in args.checkpoint_dir:
+        print(
+            f"streamrft convert: {args.checkpoint_dir}: an object store is not read. Copy the step "
+            "to a disk (with an adapter base_model/ beside it too), and name that folder.",
+            file=sys.stderr,
+        )
+        return 1
     request = Request(
         path=Path(args.checkpoint_dir),
         base=Path(args.base_model_dir) if args.base_model_dir else None,

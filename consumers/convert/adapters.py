@@ -34,19 +34,23 @@ def is_adapter(found: Found, *, is_converted: bool) -> bool:
     return not read_shapes(found.folder / FOLDER)
 
 
-def base_folder(found: Found, given: Path | None) -> Path:
-    """The Hugging Face folder of the model below: the recorded one, proved, else the one given.
+def base_folder(found: Found, given: Path | None) -> tuple[Path, str]:
+    """The Hugging Face folder of the model below, and a doubt; empty where it is proved.
+
+    It is the recorded one, proved by its SHA-256, else the one given, which may be the same model
+    in other files.
 
     Raises:
         ConvertFailed: neither is there.
     """
     recorded = _recorded(found.step_folder)
     if recorded is not None:
-        for folder in _places(recorded, found.step_folder):
+        for folder in (*_places(recorded, found.step_folder), *([given] if given else [])):
             if (folder / SINGLE).is_file() and sha256_file(folder / SINGLE) == recorded.digest:
-                return folder
+                return folder, ""
     if given is not None:
-        return given
+        doubt = f"; over {given}, whose {SINGLE} is not the one that was trained on"
+        return given, "" if recorded is None else doubt
     missing = "names no model" if recorded is None else f"{recorded.uri} is not there, or another"
     raise ConvertFailed(
         f"{found.folder / _ADAPTER}: is a LoRA adapter, and the model below it {missing}. Name "

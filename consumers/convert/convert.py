@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -116,11 +116,12 @@ def _one(found: Found, request: Request) -> Outcome:
 
 
 def _merged(found: Found, request: Request) -> Outcome:
-    base = base_folder(found, request.base)
+    base, doubt = base_folder(found, request.base)
     small = small_files(base, request.base)
     target = read_target(small[CONFIG], found.role)
     _check_base(request.base, target, found.role)
-    return _write(found, MergedAdapter(found.folder, base, target), target, small, request)
+    merged = _write(found, MergedAdapter(found.folder, base, target), target, small, request)
+    return replace(merged, detail=merged.detail + doubt)
 
 
 def _lacks(folder: Path, base: Path | None) -> bool:

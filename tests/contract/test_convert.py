@@ -133,6 +133,12 @@ def test_a_step_that_is_not_there_ends_with_1(
     assert not (hf(folder, 1) / "model.safetensors").exists()
 
 
+def test_an_object_store_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "-c", "s3://bucket/job"]) == 1
+    told = capsys.readouterr().err
+    assert "s3://bucket/job: an object store is not read. Copy the step to a disk" in told
+
+
 def test_a_critic_that_was_asked_for_and_is_not_there_ends_with_1(
     job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from small_run import SmallRun
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrft.deploy.cli import main
 from streamrft.schemas import arrays
@@ -145,6 +145,13 @@ def test_conversion_makes_the_model_that_was_trained(
     try:
         assert main(["convert", "-c", str(step)]) == 1
         assert "Name the model that the training started from" in capsys.readouterr().err
+        other = step / "actor" / "other"
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(quiet.model)).save_pretrained(
+            other
+        )
+        assert main(["convert", "-c", str(step), "-b", str(other)]) == 0
+        assert f"over {other}, whose model.safetensors is not" in capsys.readouterr().out
+        shutil.rmtree(step / "actor" / "huggingface")
         assert main(["convert", "-c", str(step), "-b", str(quiet.model)]) == 0
     finally:
         away.rename(quiet.job / "base_model")
