@@ -60,7 +60,7 @@ class _Owed:
     """A save of a step that failed and is tried again."""
 
     step: int
-    is_full: bool
+    due: _Due
     why: str
     next_try: float
 
@@ -87,6 +87,7 @@ class Saver:
     base: BaseModel | None = None
     _owed: _Owed | None = None
     _writing: BackgroundSave | None = None
+    _begun: _Due = _Due(True)
     _last_full: float = field(default_factory=time.monotonic)
 
     def after_step(self, step: int, *, is_last: bool) -> None:
@@ -122,7 +123,7 @@ class Saver:
         try:
             saved = done.result()
         except CheckpointFailed as error:
-            self._owe(done.step, error, is_full=True)
+            self._owe(done.step, error, self._begun)
             return
         self._owed = None
         self._publish(done.step, saved, done.position)
@@ -132,7 +133,7 @@ class Saver:
         self.settle()
         owed = self._owed
         if owed and self._writing is None and time.monotonic() >= owed.next_try:
-            self._try(step, _Due(owed.is_full))
+            self._try(step, owed.due)
         return f"the storage of checkpoints: {self._owed.why}" if self._owed else None
 
     def finish(self, step: int) -> None:
@@ -194,10 +195,12 @@ class Saver:
 
     def _due(self, step: int, is_last: bool) -> _Due | None:
         every = self.settings.save_interval
-        is_planned = is_last or step == 0 or bool(every and step % every == 0)
-        is_rolling = not is_planned and self._is_resume_point_old()
-        if is_planned or is_rolling or (self._owed is not None and self._owed.is_full):
-            return _Due(True, is_rolling=is_rolling)
+        if is_last or step == 0 or (every and step % every == 0):
+            return _Due(True)
+        if self._owed is not None and self._owed.due.is_full:
+            return self._owed.due
+        if self._is_resume_point_old():
+            return _Due(True, is_rolling=True)
         if (self._is_served(step) or self._owed is not None) and step not in self.announced:
             return _Due(False)
         return None
@@ -208,12 +211,12 @@ class Saver:
     def _try(self, step: int, due: _Due, *, waits: bool = False) -> None:
         try:
             if due.is_full and self.settings.async_save and not waits:
-                self._begin(step, is_rolling=due.is_rolling)
+                self._begin(step, due)
             else:
                 self._save(step, due)
                 self._owed = None
         except CheckpointFailed as error:
-            self._owe(step, error, is_full=due.is_full)
+            self._owe(step, error, due)
 
     def _insist(self, step: int, due: _Due) -> None:
         """Save while training waits, again and again; what it waits for is said meanwhile.
@@ -239,17 +242,17 @@ class Saver:
                     self.learner.check_ranks()
                     time.sleep(_POLL_S)
 
-    def _owe(self, step: int, error: CheckpointFailed, *, is_full: bool) -> None:
+    def _owe(self, step: int, error: CheckpointFailed, due: _Due) -> None:
         """Try again later; the log is told once for each save that fails."""
         before = self._owed
-        self._owed = _Owed(step, is_full, str(error), time.monotonic() + RETRY_S)
-        if before is not None and (before.step, before.is_full) == (step, is_full):
+        self._owed = _Owed(step, due, str(error), time.monotonic() + RETRY_S)
+        if before is not None and (before.step, before.due.is_full) == (step, due.is_full):
             return
         logger.error("%s; it is tried again", error)
         event = SaveFailed(
             branch=self.store.branch,
             step=step,
-            kind="full" if is_full else "weights",
+            kind="full" if due.is_full else "weights",
             uri=self.store.folders.uri,
             reason=str(error),
             epoch=self.announcer.epoch,
@@ -270,9 +273,8 @@ class Saver:
         self._publish(step, saved, position)
         return saved
 
-    def _begin(self, step: int, *, is_rolling: bool) -> None:
+    def _begin(self, step: int, due: _Due) -> None:
         """Serve the weights, copy the rest, and leave the writing to a thread."""
-        due = _Due(True, is_rolling=is_rolling)
         served = None
         if self._is_served(step) and step not in self.announced:
             served = self._save(step, _Due(False))
@@ -286,7 +288,7 @@ class Saver:
             contents = self._contents(None, states, step, position)
             write = partial(self.store.complete, served, contents, **self._terms(step, due))
         write = partial(write, before_place=self._prove_apart)
-        self._last_full = time.monotonic()
+        self._last_full, self._begun = time.monotonic(), due
         self._writing = BackgroundSave(step, position, write)
 
     def _prove_apart(self) -> None:

@@ -387,6 +387,18 @@ def test_failed_save_is_owed_and_named_by_who_waits(tmp_path: Path):
     assert (event.step, event.kind, event.reason) == (3, "full", "no space left")
 
 
+@pytest.mark.parametrize("is_rolling", [True, False])
+def test_what_is_owed_stays_as_long_as_what_was_asked_for(tmp_path: Path, is_rolling: bool):
+    """A save that shortens a resume is no lasting one because it came later."""
+    gate, begun = threading.Event(), saving._Due(True, is_rolling=is_rolling)
+    saver = saver_that_writes(tmp_path, Keeper(), gate, CheckpointFailed("no space left"))
+    saver._begun = begun
+    gate.set()
+    until(lambda: saver._writing and saver._writing.is_done, "the thread")
+    saver.settle()
+    assert saver._due(4, False) == begun and saver._due(6, False) == saving._Due(True)
+
+
 def test_stop_does_not_wait_long_for_a_store_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
