@@ -108,8 +108,11 @@ def test_a_killed_run_ends_whole_with_the_weights_of_a_quiet_run(
 
 
 def kill_roles(run: SmallRun, roles: tuple[str, ...], chance: random.Random) -> None:
-    """SIGKILL to one role after the other, each after another cut; then the run ends with 0."""
-    process = run.start()
+    """SIGKILL to one role after the other, each after another cut; then the run ends with 0.
+
+    A step takes most of a second, so that none is over before the kill.
+    """
+    process = run.start(PARITY_S="0.05")
     for num_cuts, role in enumerate(roles, 1):
         await_cuts(run, num_cuts)
         time.sleep(chance.uniform(0, 0.5))

@@ -26,14 +26,18 @@ E = TypeVar("E", bound=ev.Event)
 
 PLUGIN = '''"""A reward that a random model earns about half of the time, whatever it learned."""
 
+import os
+import time
+
 from streamrft.producers.rewards import REWARDS
 
 
 @REWARDS.register("parity_reward")
 class ParityReward:
-    """1 for an answer with an even sum of character codes, less for longer ones."""
+    """1 for an answer with an even sum of character codes; takes its time where a test asks."""
 
     def __call__(self, rollout):
+        time.sleep(float(os.environ.get("PARITY_S", "0")))
         return {"parity": float(sum(map(ord, rollout.response)) % 2 == 0)}
 '''
 
