@@ -55,6 +55,19 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
         yield broker
 
 
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """An S3 store of this module's tests, to which the environment leads."""
+    from s3_store import S3Store
+
+    made = S3Store()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in made.environment.items():
+            patch.setenv(name, value)
+        yield made
+    made.close()
+
+
 @pytest.fixture
 def torch_as_before() -> Iterator[None]:
     """Torch on one thread; whatever a test does to it is gone afterwards."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,11 @@ from streamrft.streams.weights.adapters import ADAPTER_FILE
 from streamrft.streams.weights.object_storage import base_of, fetch_model_folder, load_state_dict
 
 # peft asks its own models for it, and transformers 5.24 renamed it
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.usefixtures("torch_as_before"),
+]
 LORA = LoraSettings(rank=4, alpha=8)
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def stepped(model: Path, folder: Path, *, first: int, num: int, **changes: Any) -> Learner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,16 +16,8 @@ from torch import Tensor
 from streamrft.consumers.learning.learner import Learner
 from streamrft.consumers.settings import FunctionSettings, LoraSettings
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
 KL = FunctionSettings("k2", {"kl_coef": 0.5})
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def assert_same_curve(found: Kept, expected: Kept) -> None:

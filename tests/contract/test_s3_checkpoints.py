@@ -27,16 +27,6 @@ NUM_GROUPS = 6
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def store():
-    made = S3Store()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in made.environment.items():
-            patch.setenv(name, value)
-        yield made
-    made.close()
-
-
 def new_feed(folder: Path, model: Path, store: S3Store | None, **settings: object) -> Feed:
     if store is not None:
         settings["checkpoint_uri"] = f"{store.uri}/{folder.parent.name}"

@@ -20,19 +20,13 @@ from streamrft.schemas.errors import ConfigError
 from streamrft.streams.weights.adapters import ADAPTER_FILE, CONFIG_FILE, AdapterMismatch, merge
 
 # peft asks its own models for it, and transformers 5.24 renamed it
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.usefixtures("torch_as_before"),
+]
 LORA = LoraSettings(rank=4, alpha=8, target_modules="all-linear")
 KL = FunctionSettings("k2", {"kl_coef": 0.5})
 IDS = torch.arange(3, 40)[None]
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def plain(folder: Path) -> Any:

@@ -39,16 +39,6 @@ def quiet(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ran
     return feed
 
 
-@pytest.fixture(scope="module")
-def store():
-    made = S3Store()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in made.environment.items():
-            patch.setenv(name, value)
-        yield made
-    made.close()
-
-
 def assert_whole(feed: Feed, quiet: Feed) -> None:
     """The same cuts and steps, and every full checkpoint in shards that can be found."""
     assert trained_ids(feed.cuts) == trained_ids(quiet.cuts)
