@@ -61,7 +61,7 @@ class Folders(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Delete a folder, manifest first, so that nobody takes the rest for whole."""
+        """Delete a folder, in an order in which nobody takes the rest for whole."""
         ...
 
     def remove_staged(self) -> list[str]:
@@ -141,9 +141,11 @@ class LocalFolders:
             (self.root / name / path).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Manifest first."""
-        (self.root / name / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(self.root / name)
+        """Renamed first: what a kill leaves is a working folder, which the next trainer deletes."""
+        gone = self.root / f"{name}.removed.tmp"
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(self.root / name, gone)
+        shutil.rmtree(gone)
 
     def remove_staged(self) -> list[str]:
         """Whatever ends in .tmp: the caller holds the lease, so no living process fills it."""

@@ -158,6 +158,25 @@ def test_fenced_trainer_cannot_name_its_folder(uri: str):
     assert store.scan() == []
 
 
+def test_what_a_kill_leaves_of_a_deleted_folder_goes_with_the_next_trainer(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = CheckpointStore(uri, "main")
+    store.save(full(), step=1, epoch=1)
+    (name,) = store.folders.names()
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda _, ignore_errors=False: ignore_errors or 1 / 0)
+        place = "fsspec.implementations.memory.MemoryFileSystem.rm"
+        killed.setattr(place, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.folders.remove(name)
+    assert store.scan() == []
+    store.remove_staged()
+    assert store.folders.names() == []
+    fs, root = fsspec.core.url_to_fs(uri)
+    assert not [f for f in fs.find(root) if "global_step_1" in f]
+
+
 def test_half_written_folders_of_dead_trainers_are_removed(tmp_path: Path):
     store = CheckpointStore(str(tmp_path), "main")
     store.save(full(), step=3, epoch=1)
