@@ -34,6 +34,14 @@ def screen_for(stream: TextIO, *, plain: bool) -> Iterator[Screen]:
         screen.end()
 
 
+def _where(stage: Stage, progress: Progress) -> str:
+    """Where training goes on: on a branch that is about to begin, or after the last step."""
+    asked = stage.trainer
+    if asked is not None and asked.resume_from and asked.branch != progress.branch:
+        return f", branch {asked.branch} from {asked.resume_from}"
+    return f", going on after step {progress.step}" if progress.step else ""
+
+
 class PlainScreen:
     """One line a step, for files and pipes; without a step, at times what is waited for."""
 
@@ -50,7 +58,7 @@ class PlainScreen:
         """Name the stage, its goal and where its files are."""
         self._last_step_ms, self._silence_ms = ev.now_ms(), _SILENCE_MS
         self._progress = Progress(log, stage)
-        at = f", going on after step {self._progress.step}" if self._progress.step else ""
+        at = _where(stage, self._progress)
         self.say(f"{stage.namespace}: {goal_text(stage)}{at}; logs in {stage.job_dir / 'log'}")
 
     def refresh(self, children: list[Child]) -> None:

@@ -78,6 +78,10 @@ def test_a_continued_run_tells_no_old_step_again(tmp_path, capsys, place):
         append(at, "train_steps", step(3))
         until(lambda: screen.refresh([]) or "step 3" in out.getvalue(), "line of step 3")
     begin, *steps = out.getvalue().splitlines()
-    assert "going on after step 2" in begin
+    assert "going on after step 2;" in begin
+    cli.change(name=place.prefix, event_log={"url": place.url}, resume_from="global_step_1")
+    with cli.place() as at:
+        screen.begin(at.log, at.stage)
+    assert ", branch main.1 from global_step_1;" in out.getvalue().splitlines()[-1]
     (seconds,) = [re.search(r"^step 3.*  (\S+) s$", line) for line in steps]
     assert seconds and 0 <= float(seconds[1]) < 30
