@@ -35,7 +35,9 @@ def open_rows_of(settings: TrainerSettings) -> Rows | None:
     source = settings.sft or settings.experts
     if source is None:
         return None
-    return open_rows("rows", source.path, split=source.split, subset=source.subset_name)
+    buffer = "experience_buffer" if settings.sft else "auxiliary_buffers"
+    name = f"buffer.trainer_input.{buffer}"
+    return open_rows(name, source.path, split=source.split, subset=source.subset_name)
 
 
 def num_steps(settings: TrainerSettings, rows: Rows | None) -> int | None:

@@ -59,7 +59,10 @@ class Tasksets:
             )
         return cls(
             settings,
-            [open_rows(s.name, s.path, split=s.split, subset=s.subset_name) for s in settings],
+            [
+                open_rows(f"taskset {s.name!r}", s.path, split=s.split, subset=s.subset_name)
+                for s in settings
+            ],
         )
 
     @property

@@ -24,6 +24,8 @@ class Rows(Protocol):
 def open_rows(name: str, path: str, *, split: str, subset: str | None) -> Rows:
     """Open what `path` names: a file, a folder with files of the split, or a name on the hub.
 
+    `name` is what errors call it, such as `taskset 'gsm'`.
+
     Raises:
         ConfigError: nothing there, or not readable; says what was looked for and what to do.
         MissingExtra: a hub name, and `datasets` is not installed.
@@ -35,13 +37,13 @@ def open_rows(name: str, path: str, *, split: str, subset: str | None) -> Rows:
         rows = _open_folder(name, place, split, subset)
     elif _is_local(path):
         raise ConfigError(
-            f"taskset {name!r}: {path} does not exist (seen from {Path.cwd()}). Set the taskset's "
-            "path to a .jsonl, .json or .parquet file, a folder of them, or a hub name."
+            f"{name}: {path} does not exist (seen from {Path.cwd()}). Set its path "
+            "to a .jsonl, .json or .parquet file, a folder of them, or a hub name."
         )
     else:
         rows = _open_hub(name, path, split, subset)
     if not len(rows):
-        raise ConfigError(f"taskset {name!r}: {path} has no rows; give a file with at least one")
+        raise ConfigError(f"{name}: {path} has no rows; give a file with at least one")
     return rows
 
 
@@ -70,7 +72,7 @@ def _open_folder(name: str, place: Path, split: str, subset: str | None) -> Rows
         return _open_hub(name, str(place), split, subset)
     found = sorted(p.name for p in place.iterdir())[:8]
     raise ConfigError(
-        f"taskset {name!r}: {place} holds no rows of split {split!r}: no {split}.jsonl, "
+        f"{name}: {place} holds no rows of split {split!r}: no {split}.jsonl, "
         f"{split}.json, {split}.parquet or {split}-*.parquet. It holds {', '.join(found) or '-'}. "
         "Name the file itself, or set split and subset_name."
     )
@@ -80,9 +82,7 @@ def _open_hub(name: str, path: str, split: str, subset: str | None) -> Rows:
     try:
         import datasets
     except ImportError as error:
-        raise MissingExtra(
-            f"taskset {name!r} names {path!r} on the hub, and datasets", "data"
-        ) from (error)
+        raise MissingExtra(f"{name} names {path!r} on the hub, and datasets", "data") from (error)
     try:
         if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
             rows: Any = datasets.load_from_disk(path)
@@ -90,7 +90,7 @@ def _open_hub(name: str, path: str, split: str, subset: str | None) -> Rows:
         return datasets.load_dataset(path, subset, split=split)  # type: ignore[return-value]
     except Exception as error:  # the hub's client raises many kinds: offline, unknown, no split
         raise ConfigError(
-            f"taskset {name!r}: data set {path!r} (subset {subset}, split {split!r}) cannot be "
+            f"{name}: data set {path!r} (subset {subset}, split {split!r}) cannot be "
             f"loaded: {type(error).__name__}: {error}. Check the name, the split and the network, "
             "or give a local .jsonl, .json or .parquet file."
         ) from error
@@ -148,11 +148,10 @@ def _json_rows(name: str, place: Path) -> list[Row]:
         rows = json.loads(place.read_bytes())
     except ValueError as error:
         raise ConfigError(
-            f"taskset {name!r}: {place} is no JSON ({error}); name it .jsonl if it has an object "
-            "a line"
+            f"{name}: {place} is no JSON ({error}); name it .jsonl if it has an object a line"
         ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"taskset {name!r}: {place} must hold a list of objects")
+        raise ConfigError(f"{name}: {place} must hold a list of objects")
     return rows
 
 

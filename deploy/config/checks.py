@@ -60,9 +60,12 @@ def tasksets(config: Config) -> tuple[Taskset, ...]:
 def uses_sft(config: Config) -> bool:
     """Whether rows of a file are trained on instead of rollouts; preferences may be of either."""
     kind = config.algorithm.algorithm_type
+    return kind in ("sft", "cpt") or (kind in PREFERENCES and _names_file(config))
+
+
+def _names_file(config: Config) -> bool:
     source = config.buffer.trainer_input.experience_buffer
-    is_file = source is not None and source.storage_type == "file"
-    return kind in ("sft", "cpt") or (kind in PREFERENCES and is_file)
+    return source is not None and source.storage_type == "file"
 
 
 def check_secrets(raw: Mapping[str, Any], path: str = "") -> None:
@@ -135,6 +138,12 @@ def _mode(config: Config) -> None:
         _sft(config)
     elif kind == "dpo":
         _pairs(config)
+    elif config.mode == "train" and _names_file(config):
+        raise ConfigError(
+            "buffer.trainer_input.experience_buffer.storage_type: file found, but "
+            f"{kind} trains rollouts on the log; sft, cpt, dpo and kto train rows of a file. Name "
+            "one of them, or leave storage_type out."
+        )
     if kind == "kto":
         _prompts(config)
     if config.mode != "explore" and not config.model.model_path:

@@ -272,6 +272,13 @@ def test_an_old_name_is_taken_and_named(tmp_path: Path) -> None:
     assert any(w.startswith("explorer.runner_num: an old name") for w in run.warnings)
 
 
+def test_rollouts_are_not_looked_for_in_a_file(tmp_path: Path) -> None:
+    rows = {"storage_type": "file", "path": "rows.jsonl"}
+    changes = {"mode": "train", "buffer": {"trainer_input": {"experience_buffer": rows}}}
+    with pytest.raises(ConfigError, match="storage_type: file found, but grpo trains rollouts"):
+        planned(tmp_path, changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

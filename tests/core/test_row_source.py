@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrft.consumers.inputs import open_rows_of
 from streamrft.consumers.learning.examples import TrainingExample
+from streamrft.consumers.settings import AlgorithmSettings, SftSource, TrainerSettings
 from streamrft.consumers.sources.rows import RowSource
 from streamrft.schemas.errors import ConfigError, InvalidEvent
 from streamrft.streams.rows import JsonlRows
@@ -147,3 +149,11 @@ def test_a_configuration_that_reads_no_row_at_all_is_an_error(index: int):
     with pytest.raises(ConfigError, match="any of the first 7 rows. row . has no prompt"):
         rows.next_batch(0)
     assert len(told) == 7
+
+
+def test_a_file_that_is_not_there_is_told_under_its_key(tmp_path):
+    rows = SftSource(str(tmp_path / "gone.jsonl"))
+    settings = TrainerSettings("model", "uri", AlgorithmSettings("sft"), sft=rows)
+    key = r"buffer\.trainer_input\.experience_buffer"
+    with pytest.raises(ConfigError, match=rf"^{key}: .*gone.jsonl does not exist.*Set its path to"):
+        open_rows_of(settings)

@@ -72,7 +72,7 @@ def test_folder_saved_by_datasets_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/nowhere/rows.jsonl", "does not exist"),
+        ("/nowhere/rows.jsonl", "^gsm: /now.* does not exist .*Set its path to"),
         ("./rows.parquet", "does not exist"),
         ("empty.jsonl", "no rows"),
         ("bad.json", "list of objects"),
