@@ -1,6 +1,7 @@
 """The command line: parse first, import what a command needs after.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 and 143 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 5 a checkpoint could not be saved, 130
+and 143 interrupted.
 """
 
 from __future__ import annotations
