@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from workers.batch import Group, our_group
+
 NUM_SEQUENCES, LENGTH = 4, 256
 NAMES = {"whole": "whole weights", "lora": "LoRA"}
 
@@ -26,7 +28,6 @@ def measure(model: str, who: str, rank: int, length: int) -> dict[str, float]:
     """One process: two steps and one checkpoint."""
     import numpy as np
 
-    from streamrft.consumers.learning.examples import TrainingExample, TrainingSequence
     from streamrft.consumers.learning.learner import Learner
     from streamrft.consumers.settings import AlgorithmSettings, LoraSettings, TrainerSettings
     from streamrft.consumers.states import states_of
@@ -34,27 +35,14 @@ def measure(model: str, who: str, rank: int, length: int) -> dict[str, float]:
     lora = LoraSettings(rank=rank, alpha=rank) if who == "lora" else None
     settings = TrainerSettings(model, "unused", AlgorithmSettings(), num_threads=1, lora=lora)
     learner, random = Learner(settings, total_steps=None), np.random.default_rng(0)
-    rewards = tuple(float(i % 2) for i in range(NUM_SEQUENCES))
-    mask = np.array([0] * (length // 4) + [1] * (length - length // 4), np.uint8)
-    batch = [
-        TrainingExample(
-            trajectory_id=f"g.0:{i}:a",
-            group_id="g.0",
-            slot=i,
-            number=0,
-            sequences=(
-                TrainingSequence(
-                    random.integers(10, 200, length).astype(np.int32),
-                    mask,
-                    np.full(length, -5.0, np.float32) * mask,
-                ),
-            ),
-            reward=reward,
-            group_rewards=rewards,
-            group_slot_index=i,
-        )
-        for i, reward in enumerate(rewards)
-    ]
+    num_prompt, num_written = length // 4, length - length // 4
+    prompt, *responses = (
+        random.integers(10, 200, size).tolist()
+        for size in (num_prompt, *[num_written] * NUM_SEQUENCES)
+    )
+    rewards = [float(i % 2) for i in range(NUM_SEQUENCES)]
+    logprobs = [[-5.0] * num_written] * NUM_SEQUENCES
+    batch = list(our_group(0, Group("", prompt, responses, rewards, logprobs)))
     learner.step(batch, step=1)
     began = time.process_time()
     learner.step(batch, step=2)

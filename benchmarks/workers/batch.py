@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,31 @@ def digest(sequences: Iterable[tuple[list[int], list[int]]]) -> str:
     """Of the tokens, whatever their order: two who give the same trained on the same."""
     lines = sorted(json.dumps([list(map(int, p)), list(map(int, r))]) for p, r in sequences)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def our_sequence(prompt: list[int], response: list[int], logprobs: list[float]) -> Any:
+    """As the trainer's sources give it: TrainingSequence of a prompt and what the policy wrote."""
+    from streamrft.consumers.learning.examples import TrainingSequence
+
+    return TrainingSequence(
+        np.array(prompt + response, np.int32),
+        np.repeat([0, 1], [len(prompt), len(response)]).astype(np.uint8),
+        np.concatenate([np.zeros(len(prompt)), logprobs]).astype(np.float32),
+    )
+
+
+def our_group(number: int, group: Group) -> Iterator[Any]:
+    """TrainingExample of each rollout of a group."""
+    from streamrft.consumers.learning.examples import TrainingExample
+
+    for i, (response, logprobs) in enumerate(zip(group.responses, group.logprobs, strict=True)):
+        yield TrainingExample(
+            f"g.{number}:{i}:a", f"g.{number}", i, number,
+            (our_sequence(group.prompt_ids, response, logprobs),),
+            reward=group.rewards[i],
+            group_rewards=tuple(group.rewards),
+            group_slot_index=i,
+        )  # fmt: skip
 
 
 def build(model: Any, folder: str, *, max_answers: int, seed: int = 0) -> Batch:

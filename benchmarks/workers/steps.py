@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from workers.batch import Batch, digest
+from workers.batch import Batch, digest, our_group, our_sequence
 from workers.trl_steps import trl
 from workers.turns import ENTROPY_COEF, LEARNING_RATE, Turns, Work, model_of, peak_mb
 
@@ -72,32 +72,16 @@ def our_settings(work: Work) -> Any:
 
 def our_examples(work: Work) -> Iterator[Any]:
     """The batch as the trainer's sources give it."""
-    import numpy as np
-
-    from streamrft.consumers.learning.examples import TrainingExample, TrainingSequence
-
-    def sequence(prompt: list[int], response: list[int], logprobs: list[float]) -> Any:
-        return TrainingSequence(
-            np.array(prompt + response, np.int32),
-            np.repeat([0, 1], [len(prompt), len(response)]).astype(np.uint8),
-            np.concatenate([np.zeros(len(prompt)), logprobs]).astype(np.float32),
-        )
+    from streamrft.consumers.learning.examples import TrainingExample
 
     if work.kind == "dpo":
         for n, (prompt, response) in enumerate(work.sequences):
-            one = sequence(prompt, response, [0.0] * len(response))
+            one = our_sequence(prompt, response, [0.0] * len(response))
             names = (f"p.{n // 2}:{n % 2}:a", f"p.{n // 2}", n % 2, n // 2)
             yield TrainingExample(*names, (one,), preference=-1 if n % 2 else 1)
         return
-    for g, group in enumerate(work.batch.groups):
-        for i, (response, logprobs) in enumerate(zip(group.responses, group.logprobs, strict=True)):
-            yield TrainingExample(
-                f"g.{g}:{i}:a", f"g.{g}", i, g,
-                (sequence(group.prompt_ids, response, logprobs),),
-                reward=group.rewards[i],
-                group_rewards=tuple(group.rewards),
-                group_slot_index=i,
-            )  # fmt: skip
+    for number, group in enumerate(work.batch.groups):
+        yield from our_group(number, group)
 
 
 def bare(work: Work, turns: Turns) -> None:
