@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sharded_save import DTYPES, HEADS, WORLD_SIZES, as_if_on_gpu
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from streamrft.deploy.cli import main
@@ -319,7 +320,7 @@ def running_metadata(job: Path, saves: Path) -> Path:
 
 def running_chunk(job: Path, saves: Path) -> Path:
     """A pickle with code in the place of a tensor, of exactly its length."""
-    metadata = pickle.loads((dcp(job) / ".metadata").read_bytes())
+    metadata = FileSystemReader(dcp(job)).read_metadata()
     index, place = next(
         (i, s)
         for i, s in metadata.storage_data.items()

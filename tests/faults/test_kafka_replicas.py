@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chaos_run import Chaos
+from chaos_run import RESUME_S, Chaos
 from kafka_broker import Cluster, needs_kafka_home
 
 REPLICATED = {"replication": 3, "topic.min.insync.replicas": 2}
@@ -32,4 +32,4 @@ def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, clus
         node.start()
         chaos.finish()
         assert crowd.watch.total("trajectories") > num_fed
-        chaos.demand()
+        assert chaos.demand() < RESUME_S

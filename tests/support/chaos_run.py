@@ -99,8 +99,8 @@ class Chaos:
         """Events a second that the feed had."""
         return self.said["sent"] / self.said["seconds"]
 
-    def demand(self) -> None:
-        """Everything that must hold at the end."""
+    def demand(self) -> float:
+        """Everything that must hold at the end; the longest wait after a kill, in seconds."""
         watch = self.crowd.watch
         waits_s = watch.waits_s([at for _, at in self.crowd.kills])
         waits = [(name, s) for (name, _), s in zip(self.crowd.kills, waits_s, strict=True)]
@@ -108,7 +108,7 @@ class Chaos:
         check(self.place, self.said, watch.totals())
         status = self.place.status()
         assert status.returncode == 0, status.stdout + status.stderr
-        assert max(waits_s, default=0.0) < RESUME_S, waits
+        return max(waits_s, default=0.0)
 
     def __enter__(self) -> Chaos:
         return self
