@@ -44,9 +44,16 @@ def test_poll_returns_at_most_max_records(log, topic, reader):
         assert 0 < sizes[-1] <= 3
 
 
-def test_poll_is_fair_to_every_partition(log, topic, reader):
+def test_poll_is_fair_to_every_partition(log, topic, partitions):
     for p in range(4):
         append(log, topic, [b"v"] * 200, partition=p)
+    reader = log.consumer()
+    reader.assign(dict.fromkeys(partitions, 0))
+    for partition in partitions:  # none is still on its way from the log
+        others = [p for p in partitions if p != partition]
+        reader.pause(others)
+        assert [Partition(r.topic, r.partition) for r in reader.poll(1, 5_000)] == [partition]
+        reader.resume(others)
     seen = [r.partition for _ in range(8) for r in reader.poll(1, timeout_ms=1_000)]
     assert set(seen) == {0, 1, 2, 3}
     records = read(reader, 100)
