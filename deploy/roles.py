@@ -29,6 +29,7 @@ from .ranks import followers, ignore_signals, is_follower
 if TYPE_CHECKING:
     import faust
 
+    from ..consumers.settings import TrainerSettings
     from ..streams.shell import MakeShell
 
 logger = logging.getLogger("streamrft")
@@ -203,9 +204,18 @@ def _start(
         stage = with_model(process.log, stage)
         assert stage.trainer is not None
         _check_model(stage.trainer.model_path)
-        from ..consumers.trainer import run_trainer
+        _run_trainer(process, stage.trainer)
 
-        run_trainer(process, stage.trainer)
+
+def _run_trainer(process: Process, settings: TrainerSettings) -> None:
+    from ..consumers.checkpoints import CheckpointFailed
+    from ..consumers.trainer import run_trainer
+
+    try:
+        run_trainer(process, settings)
+    except CheckpointFailed:
+        process.ended()  # by itself: its SaveFailed event says why
+        raise
 
 
 def _check_model(path: str) -> None:

@@ -1,7 +1,7 @@
 """Every role of one run on this machine: started, restarted, ended in order, judged by the log.
 
-Exit code 0 means that the log holds the goal: every stage's last step and its full checkpoint; 5
-that the trainer could not save for too long.
+Exit code 0 means that the log holds the goal: every stage's last step and its full checkpoint; 2
+that a process found the configuration wrong; 5 that the trainer could not save for too long.
 """
 
 from __future__ import annotations
@@ -66,6 +66,12 @@ class Interrupted(StreamrftError):
 
 class GaveUp(StreamrftError):
     """A process fails again and again, or the stage ended without its goal."""
+
+
+class Misconfigured(GaveUp):
+    """A process found that the configuration cannot be run."""
+
+    exit_code = ConfigError.exit_code
 
 
 class NotSaved(GaveUp):
@@ -232,9 +238,10 @@ class _Supervisor:
             self._steps_seen = steps
             for other in self._children:
                 other.failures.clear()
-        if code == NotSaved.exit_code:
-            raise NotSaved(_last_words(child, code))
-        if code == 2 or not child.restart_later(code):
+        for end in (Misconfigured, NotSaved):
+            if code == end.exit_code:
+                raise end(_last_words(child, code))
+        if not child.restart_later(code):
             raise GaveUp(_last_words(child, code))
         wait_s = max(0.0, child.start_at - time.monotonic())
         self._screen.say(

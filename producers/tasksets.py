@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..schemas.errors import ConfigError
 from ..schemas.events import is_id
-from ..streams.rows import Row, Rows, conversation, open_rows, to_json
+from ..streams.rows import Row, Rows, conversation, flaw_of, open_rows, to_json
 from .settings import TasksetSettings
 
 
@@ -119,20 +119,24 @@ def _selected(settings: TasksetSettings, length: int, epoch: int) -> npt.NDArray
     )
 
 
-def messages_of(row: Row, settings: TasksetSettings) -> list[dict[str, Any]]:
+def messages_of(row: Row, settings: TasksetSettings, number: int = -1) -> list[dict[str, Any]]:
     """The conversation that a row begins, with its system prompt if it has one.
 
     Raises:
-        ConfigError: the row has no `prompt_key`, nor `messages_key` where messages are expected.
+        ConfigError: the row has no `prompt_key`, nor `messages_key` where messages are expected,
+            or its messages are none. Names the row by its `number`, from 0, where that is given.
     """
+    where = f"taskset {settings.name!r}" + (f" row {number}" if number >= 0 else "")
     given = row.get(settings.messages_key) if settings.prompt_type == "messages" else None
     if not isinstance(given, list):
         given = row.get(settings.prompt_key)
     if given is None or given == []:
         raise ConfigError(
-            f"taskset {settings.name!r}: a row has no prompt under {settings.prompt_key!r}; it has "
-            f"{', '.join(row)}. Set format.prompt_key."
+            f"{where}: no prompt under {settings.prompt_key!r}; it has {', '.join(row)}. Set "
+            "format.prompt_key."
         )
+    if isinstance(given, list) and (flaw := flaw_of(given)):
+        raise ConfigError(f"{where}: {flaw}")
     return conversation(row, given, settings)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..schemas.errors import ConfigError, MissingExtra
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_CONTENT = "a text is allowed, or null beside tool_calls."
+_OTHERS = (".csv", ".tsv", ".txt")
+_READ = ".jsonl (a JSON object a line), .json (a list of objects) and .parquet"
+_FROM_CSV = """\
+python -c 'import csv, json, sys
+for row in csv.DictReader(sys.stdin): print(json.dumps(row))' < {0}.csv > {0}.jsonl"""
 Row = dict[str, Any]
 
 
@@ -30,16 +36,12 @@ def open_rows(name: str, path: str, *, split: str, subset: str | None) -> Rows:
         ConfigError: nothing there, or not readable; says what was looked for and what to do.
         MissingExtra: a hub name, and `datasets` is not installed.
     """
+    check_place(name, path)
     place = Path(path).expanduser()
     if place.is_file():
         rows = _open_file(name, place)
     elif place.is_dir():
         rows = _open_folder(name, place, split, subset)
-    elif _is_local(path):
-        raise ConfigError(
-            f"{name}: {path} does not exist (seen from {Path.cwd()}). Set its path "
-            "to a .jsonl, .json or .parquet file, a folder of them, or a hub name."
-        )
     else:
         rows = _open_hub(name, path, split, subset)
     if not len(rows):
@@ -47,8 +49,32 @@ def open_rows(name: str, path: str, *, split: str, subset: str | None) -> Rows:
     return rows
 
 
+def check_place(name: str, path: str) -> None:
+    """Raise ConfigError for a path that cannot hold rows; nothing is read, a hub name passes."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.suffix not in _SUFFIXES:
+            raise ConfigError(f"{name}: {path} is not read; {_READ} are. {_as_jsonl(place)}")
+    elif not place.is_dir() and _is_local(path):
+        raise ConfigError(
+            f"{name}: {path} does not exist (seen from {Path.cwd()}). Set its path "
+            "to a .jsonl, .json or .parquet file, a folder of them, or a hub name."
+        )
+
+
+def _as_jsonl(place: Path) -> str:
+    """How to make a file of another format readable."""
+    if place.suffix.lower() == ".csv":
+        return f"Convert it, every value as text:\n{_FROM_CSV.format(place.with_suffix(''))}"
+    return "If it has a JSON object a line, name it .jsonl; else convert it to one of these."
+
+
 def _is_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.endswith(_SUFFIXES) or path.count("/") > 1
+    return (
+        path.startswith((".", "/", "~"))
+        or path.endswith(_SUFFIXES + _OTHERS)
+        or path.count("/") > 1
+    )
 
 
 def _open_file(name: str, place: Path) -> Rows:
@@ -181,6 +207,28 @@ def conversation(row: Row, given: Any, columns: Columns) -> list[dict[str, Any]]
     if system and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": str(system)})
     return messages
+
+
+def flaw_of(messages: Sequence[Any]) -> str:
+    """Why a list is no conversation: the place, what was found and is allowed; empty if it is one.
+
+    A content may be null where a message says something else, as one with tool_calls does.
+    """
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, Mapping):
+            return f"{where}: {_told(message)} found; {{role, content}} is allowed."
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            return f"{where}.role: {_told(role)} found; a text such as user is allowed."
+        says_more = any(v for k, v in message.items() if k not in ("role", "content", "name"))
+        if not isinstance(content, str | list) and not (content is None and says_more):
+            return f"{where}.content: {_told(content)} found; {_CONTENT}"
+    return ""
+
+
+def _told(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 def to_json(row: Row, fallback: Callable[[Any], Any] = str) -> str:

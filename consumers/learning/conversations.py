@@ -14,6 +14,7 @@ import jinja2
 import numpy as np
 
 from ...schemas.errors import InvalidEvent
+from ...streams.rows import flaw_of
 from .examples import Ints, Mask
 
 Message = dict[str, Any]
@@ -52,14 +53,8 @@ def whole(messages: Sequence[Message], tokenizer: Any, tools: Tools = None) -> I
 
 
 def _check(messages: Sequence[Message]) -> None:
-    for i, message in enumerate(messages):
-        content, role = message.get("content"), message.get("role")
-        if not isinstance(role, str) or not isinstance(content, str | list | None):
-            raise InvalidEvent(
-                f"messages[{i}] has role {role!r} and a content of {type(content).__name__}; a "
-                "role and a text are allowed.",
-                field="messages",
-            )
+    if flaw := flaw_of(messages):
+        raise InvalidEvent(flaw, field="messages")
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,8 @@ def _show_processes(console: Console, status: Status) -> None:
         state = state_of_process(beat, status.now_ms)
         age = _ago((status.now_ms - beat.produced_at) / 1000)
         waits = beat.waiting_for if state == "idle" else ""
+        if status.unsaved and state == "ended" and beat.role == "trainer":
+            waits = "nothing: it ended because it could not save, see above"
         table.add_row(beat.process, f"[{styles[state]}]{state}[/]", age, escape(waits))
     console.print(table)
 

@@ -20,7 +20,7 @@ class SimpleWorkflow:
 
     def messages(self, group: GroupTask) -> list[Message]:
         """The conversation before the answer; subclasses change it."""
-        return messages_of(group.row, group.taskset)
+        return messages_of(group.row, group.taskset, group.task.row)
 
     async def run(self, group: GroupTask) -> list[Rollout]:
         """See `Workflow.run`."""

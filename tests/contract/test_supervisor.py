@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cli_run import Cli, append, cli_with_topics, cut
 from waiting import until
 
 from streamrft.deploy.children import MAX_FAILURES, MAX_SAME_FAILURES, Child, environment_of
+from streamrft.deploy.cli import main
 from streamrft.deploy.goal import Verdict, dead_groups, judge
 from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
@@ -284,7 +286,7 @@ def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines
     (plugins / "mine.py").write_text("raise RuntimeError('broken on purpose')")
     process = supervised.start("--plugin-dir", str(plugins))
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "ended with exit code 2" in out
     assert "mine.py: RuntimeError: broken on purpose" in out
     assert not supervised.children()
@@ -301,6 +303,30 @@ def test_a_model_folder_that_is_missing_ends_the_run_before_torch_is_imported(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("streamrft train: model.model_path: /nowhere/model is no folder")
+
+
+def test_a_trainer_that_cannot_save_ends_the_run_with_5_and_status_says_why(
+    supervised: Supervised, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked, rows = supervised.folder / "blocked", supervised.folder / "rows.jsonl"
+    blocked.touch()
+    source = {"storage_type": "file", "path": str(rows), "max_read_timeout": 0.5}
+    config = json.loads(supervised.config.read_text()) | {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "sft"},
+        "model": {"model_path": str(tiny_model_dir), "max_model_len": 64},
+        "buffer": {"train_batch_size": 2, "trainer_input": {"experience_buffer": source}},
+        "storage": {"uri": str(blocked / "here")},
+    }
+    supervised.config.write_text(json.dumps(config))
+    process = supervised.start()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "trainer ended with exit code 5" in out and "step 0 is not saved after" in out
+    assert main(["status", "-c", str(supervised.config)]) == 0
+    out, _ = capsys.readouterr()
+    assert re.search(r"(?s)not saved +full of step 0 .*Not a\s+directory", out)
+    assert re.search(r"trainer +ended .* ended because it could not save, see above", out)
 
 
 def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> None:

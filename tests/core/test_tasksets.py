@@ -78,6 +78,9 @@ def test_folder_saved_by_datasets_is_read(tmp_path):
         ("bad.json", "list of objects"),
         ("broken.json", "is no JSON"),
         ("broken.parquet", "no readable Parquet"),
+        ("sheet.csv", r"(?s)^gsm: sheet.csv is not read; .jsonl .*DictReader.*> sheet.jsonl$"),
+        ("rows", "rows is not read; .* name it .jsonl"),
+        ("data/away.csv", "does not exist"),
         ("other", r"no train.jsonl.*It holds notes.txt"),
     ],
 )
@@ -87,6 +90,8 @@ def test_wrong_path_says_what_was_found_and_what_to_do(tmp_path, monkeypatch, pa
     (tmp_path / "bad.json").write_text('{"a": 1}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "broken.parquet").write_text("{")
+    (tmp_path / "sheet.csv").write_text('{"a": 1}')
+    (tmp_path / "rows").write_text('{"a": 1}')
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=says):
@@ -194,6 +199,23 @@ def test_messages_come_from_text_or_from_a_list():
     assert messages_of({"question": "hi"}, settings()) == said
     assert messages_of({"question": said}, settings()) == said
     assert messages_of({"message": said, "question": "x"}, settings()) == said
+
+
+def test_a_message_without_content_is_named_unless_it_says_something_else():
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    said = [{"role": "user", "content": "hi"}, called]
+    assert messages_of({"message": said}, settings(), 3) == said
+    for wrong, told in [
+        (
+            {"role": "user", "content": None},
+            r"messages\[1\]\.content: null found; a text",
+        ),
+        ({"role": "user", "content": 3}, r"messages\[1\]\.content: int found"),
+        ({"content": "hi"}, r"messages\[1\]\.role: null found"),
+        ("hi", r"messages\[1\]: str found"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^taskset 'gsm' row 3: {told}"):
+            messages_of({"message": [said[0], wrong]}, settings(), 3)
 
 
 def test_system_prompt_of_the_row_wins_over_that_of_the_taskset():
