@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .checkpoints import Saved
+from .manifest import Saved
 
 
 class BackgroundSave:

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import ConfigError, StorageCorrupt
 from ..streams.weights.adapters import ADAPTER_FOLDER
-from .checkpoints import (
-    WEIGHTS,
-    BaseModel,
-    CheckpointBroken,
-    CheckpointStore,
-    Contents,
-    Manifest,
-)
+from .checkpoints import CheckpointBroken, CheckpointStore, Contents
+from .manifest import WEIGHTS, BaseModel, Manifest
 
 if TYPE_CHECKING:
     from .learning.learner import Learner

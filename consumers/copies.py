@@ -13,8 +13,9 @@ import msgspec
 
 from ..streams.blobs import join_uri, write_bytes
 from ..streams.weights.object_storage import weights_path
-from .checkpoints import WEIGHTS, CheckpointBroken, CheckpointStore, Saved, entries, write_manifest
+from .checkpoints import CheckpointBroken, CheckpointStore
 from .folders import MANIFEST
+from .manifest import WEIGHTS, Saved, entries, write_manifest
 
 
 def drop_copies(store: CheckpointStore, *, spare: int, but: Collection[int]) -> list[str]:

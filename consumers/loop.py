@@ -18,14 +18,10 @@ from ..schemas.events import Cut, TrainStep, now_ms
 from ..streams import faults
 from ..streams.lineage import Lineage
 from ..streams.process import Process
-from .announcer import Announcer
-from .learning.learner import Learner
-from .lease import LeaseKeeper
 from .peers import Peers
 from .recorded import History
 from .saving import Saver
-from .settings import TrainerSettings
-from .sources.source import Batch, Source
+from .sources.source import Batch
 
 logger = logging.getLogger("streamrft")
 
@@ -41,17 +37,18 @@ class TrainingLoop:
     """
 
     process: Process
-    settings: TrainerSettings
-    keeper: LeaseKeeper
-    announcer: Announcer
     history: History
     lineage: Lineage
-    learner: Learner
-    source: Source
     saver: Saver
     peers: Peers
     step: int
     total_steps: int | None
+
+    def __post_init__(self) -> None:
+        # what is saved and announced is what the loop trains, reads and cuts
+        self.settings, self.keeper = self.saver.settings, self.saver.keeper
+        self.announcer, self.learner = self.saver.announcer, self.saver.learner
+        self.source = self.saver.source
 
     def run(self) -> None:
         """Train until the goal; the last step's full checkpoint is written before it returns."""

@@ -15,7 +15,8 @@ from ..schemas.events import Branch
 from ..streams.lineage import Lineage
 from ..streams.weights.object_storage import weights_path
 from .bases import load_base
-from .checkpoints import META, CheckpointBroken, CheckpointStore, Saved
+from .checkpoints import META, CheckpointBroken, CheckpointStore
+from .manifest import Saved
 from .recorded import History
 from .states import EXTRA_FILE, read_states
 

@@ -24,15 +24,14 @@ from .background import BackgroundSave
 from .bases import save_base
 from .checkpoints import (
     NUM_SERVED,
-    BaseModel,
     CheckpointFailed,
     CheckpointStore,
     Contents,
-    Saved,
     storage_errors,
 )
 from .copies import drop_copies
 from .lease import LeaseKeeper
+from .manifest import BaseModel, Saved
 from .settings import TrainerSettings
 from .sources.source import Source
 from .states import ShardedStates, States, copied, states_of

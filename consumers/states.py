@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import ConfigError
 from ..streams.weights.object_storage import WEIGHTS_FILE
-from .checkpoints import HF_NAME, FileEntry
+from .manifest import HF_NAME, FileEntry
 
 if TYPE_CHECKING:
     from .learning.learner import Learner

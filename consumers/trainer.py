@@ -82,20 +82,8 @@ def open_loop(
     saver = Saver(settings, store, announcer, keeper, learner, source, history.announced(lineage))
     saver.steps_in_use = lambda: history.forks_of(lineage.branch) | peers.loading()
     _announce(saver, fork, base)
-    return TrainingLoop(
-        process=process,
-        settings=settings,
-        keeper=keeper,
-        announcer=announcer,
-        history=history,
-        lineage=lineage,
-        learner=learner,
-        source=source,
-        saver=saver,
-        peers=peers,
-        step=base.saved.manifest.step if base else 0,
-        total_steps=total_steps,
-    )
+    step = base.saved.manifest.step if base else 0
+    return TrainingLoop(process, history, lineage, saver, peers, step, total_steps)
 
 
 def _choose_lineage(history: History, settings: TrainerSettings) -> tuple[Lineage, Branch | None]:

@@ -13,7 +13,7 @@ from ...streams.blobs import sha256_file
 from ...streams.weights import adapters
 from ...streams.weights.object_storage import weights_path
 from ..bases import BASE
-from ..checkpoints import BaseModel, Manifest
+from ..manifest import BaseModel, Manifest
 from .boxes import whole
 from .errors import ConvertFailed
 from .find import Found

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from ...streams.weights.object_storage import WEIGHTS_FILE
-from ..checkpoints import Manifest as StepManifest
+from ..manifest import Manifest as StepManifest
 from .adapters import MergedAdapter, base_folder, is_adapter
 from .errors import ConvertFailed
 from .find import Found, find

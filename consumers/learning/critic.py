@@ -20,7 +20,6 @@ from ..algorithms.advantages import CriticAdvantage
 from ..algorithms.advantages.advantage import trained
 from ..algorithms.losses.critic import value_losses
 from ..settings import TrainerSettings
-from . import shards
 from .batches import FlatBatch, assemble
 from .device import DeviceBatch
 from .examples import TrainingExample
@@ -111,15 +110,12 @@ class Critic:
         }
 
     def state(self) -> dict[str, Any]:
-        """Weights by the names of a token classifier, and optimiser; loads with weights_only=True.
+        """Of one process: weights by the names of a token classifier, and optimiser.
 
-        Rank 0 gets whole tensors, the others none.
+        Loads with weights_only=True.
         """
-        weights = {n: shards.whole(t).cpu().clone() for n, t in self.named_weights().items()}
-        return {
-            "weights": weights if self._ranks.rank == 0 else {},
-            "optimizer": self.optimizer.state(),
-        }
+        weights = {name: tensor.cpu().clone() for name, tensor in self.named_weights().items()}
+        return {"weights": weights, "optimizer": self.optimizer.state()}
 
     def config(self) -> bytes:
         """config.json of the Hugging Face folder that the weights make up."""

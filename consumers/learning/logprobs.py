@@ -20,6 +20,8 @@ MAX_LOGITS = 2**25
 BLOCK_LOGITS = 2**21
 
 Head = Callable[[Tensor], Tensor]
+# hidden states [n, H], targets [n], temperatures [n]
+Places = tuple[Tensor, Tensor, Tensor | None]
 
 
 def token_logprobs(
@@ -49,23 +51,22 @@ def token_logprobs(
     Returns:
         log-probs [n] and entropies [n] or None.
     """
-    chunk = max(1, max_logits // num_logits)
-    if len(targets) <= chunk:
-        return _chosen(hidden, targets, temperatures, head, with_entropy)
-    parts = [
-        checkpoint(
-            _chosen,
-            hidden[i : i + chunk],
-            targets[i : i + chunk],
-            None if temperatures is None else temperatures[i : i + chunk],
-            head,
-            with_entropy,
-            use_reentrant=False,
-        )
-        for i in range(0, len(targets), chunk)
-    ]
+    chunks = _chunks((hidden, targets, temperatures), max_logits // num_logits)
+    if len(chunks) == 1:
+        return _chosen(*chunks[0], head, with_entropy)
+    parts = [checkpoint(_chosen, *c, head, with_entropy, use_reentrant=False) for c in chunks]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _chunks(places: Places, size: int) -> list[Places]:
+    """`size` places at a time, but at least one; without places one chunk that is empty."""
+    hidden, targets, temperatures = places
+    size = max(1, size)
+    cuts = [slice(i, i + size) for i in range(0, max(1, len(targets)), size)]
+    return [
+        (hidden[c], targets[c], None if temperatures is None else temperatures[c]) for c in cuts
+    ]
 
 
 def _chosen(
@@ -145,16 +146,8 @@ def token_statistics(
 
     Arguments as of `token_logprobs`; nothing is kept for a backward pass.
     """
-    chunk = max(1, max_logits // num_logits)
-    parts = [
-        _statistics(
-            hidden[i : i + chunk],
-            targets[i : i + chunk],
-            None if temperatures is None else temperatures[i : i + chunk],
-            head,
-        )
-        for i in range(0, max(1, len(targets)), chunk)
-    ]
+    chunks = _chunks((hidden, targets, temperatures), max_logits // num_logits)
+    parts = [_statistics(*chunk, head) for chunk in chunks]
     logprobs, entropies, signals = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(signals)
 

@@ -82,11 +82,11 @@ class ScheduledAdamW:
         return Update(norm, lr, is_applied)
 
     def state(self) -> dict[str, Any]:
-        """For torch.save; the same whatever the number of ranks."""
-        return shards.optimizer_state(self._adamw, self._ranks)
+        """Of one process, for torch.save; several save `moments` and `outline`."""
+        return self._adamw.state_dict()
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `state`; None on ranks above 0, which are sent their shards."""
+        """Undo `state` on any number of ranks; None on those above 0, which get their shards."""
         shards.load_optimizer_state(self._adamw, state, self._ranks)
 
     def outline(self) -> dict[str, Any]:

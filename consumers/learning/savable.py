@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import ConfigError, StorageUnavailable, StreamrftError
-from ..checkpoints import CheckpointBroken, FileEntry
+from ..checkpoints import CheckpointBroken
+from ..manifest import FileEntry
 from ..settings import TrainerSettings
 from ..states import copied
 from .critic import Critic
@@ -75,16 +76,13 @@ class Savable:
         return self._policy.save(folder, self.state_dict() if state is None else state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For torch.save; loads with weights_only=True. The whole critic is part of it.
-
-        The same whatever the number of ranks, so that another number may go on from it.
-        """
-        with self._ranks.together("optimizer_state"):
-            state = self._optimizer.state()
-            return state if self._critic is None else {**state, "critic": self._critic.state()}
+        """Of one process, for torch.save; loads with weights_only=True. Holds the whole critic."""
+        assert self.num_ranks == 1, "several ranks save shards"
+        state = self._optimizer.state()
+        return state if self._critic is None else {**state, "critic": self._critic.state()}
 
     def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `optimizer_state`."""
+        """Undo `optimizer_state`, on any number of ranks."""
         if state is not None and self._critic is not None and "critic" not in state:
             raise _no_critic()
         with self._ranks.together("load_optimizer_state", state=None):

@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from ...schemas.errors import ConfigError
 from ...streams import faults
 from ...streams.blobs import sha256_file
-from ..checkpoints import SHARDS_FOLDER, CheckpointBroken, FileEntry
+from ..checkpoints import CheckpointBroken
 from ..convert.boxes import Box, whole
 from ..convert.dcp import METADATA, Chunk, Stored, check_files, read_chunks, read_index
 from ..convert.errors import ConvertFailed
 from ..folders import open_folders, upload
+from ..manifest import SHARDS_FOLDER, FileEntry
 from ..states import disk_error
 from .ranks import Ranks
 

@@ -50,24 +50,10 @@ def scattered(values: Tensor | None, like: Tensor) -> Tensor:
     return distribute_tensor(values, like.device_mesh, like.placements)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """`state_dict` as one process would give it; without its tensors on ranks above 0."""
-    state = optimizer.state_dict()
-    if ranks.size == 1:
-        return state
-    moments: dict[int, dict[str, Any]] = {}
-    for i, values in state["state"].items():
-        for name, value in values.items():
-            value = whole(value).cpu()
-            if ranks.rank == 0:
-                moments.setdefault(i, {})[name] = value
-    return {**state, "state": moments}
-
-
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None, ranks: Ranks
 ) -> None:
-    """Undo `optimizer_state`; None on ranks above 0, which are sent their shards."""
+    """Take over the `state_dict` of one process; None on ranks above 0, which get their shards."""
     if ranks.size == 1:
         assert state is not None
         optimizer.load_state_dict(dict(state))

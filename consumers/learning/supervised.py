@@ -13,6 +13,9 @@ from .columns import cell, lacks, sides, tools_of, turns
 from .conversations import marked, whole
 from .examples import Ints, Mask, TrainingExample, TrainingSequence
 
+Part = tuple[Ints, Mask, int]
+"""Tokens, mask and preference of one conversation."""
+
 
 def examples_of_row(
     row: Mapping[str, Any],
@@ -36,15 +39,6 @@ def examples_of_row(
     """
     kind = "dpo" if source.is_pairs else "sft" if source.label_key is None else "kto"
     try:
-        if source.whole_text:
-            tokens = _text(row, tokenizer, source)
-            parts = [(tokens, np.ones(len(tokens), np.uint8), 0)]
-        else:
-            tools = tools_of(row, source)
-            parts = [
-                (*marked(side.messages, side.first, tokenizer, tools), side.preference)
-                for side in sides(row, source)
-            ]
         return [
             TrainingExample(
                 trajectory_id=f"{kind}.{number}:{slot}:row",
@@ -54,10 +48,21 @@ def examples_of_row(
                 sequences=(_cut(tokens, mask, max_tokens),),
                 preference=preference,
             )
-            for slot, (tokens, mask, preference) in enumerate(parts)
+            for slot, (tokens, mask, preference) in enumerate(_parts(row, tokenizer, source))
         ]
     except InvalidEvent as error:
         raise InvalidEvent(f"{source.path} row {number}: {error}", field=error.field) from error
+
+
+def _parts(row: Mapping[str, Any], tokenizer: Any, source: SftSource) -> list[Part]:
+    if source.whole_text:
+        tokens = _text(row, tokenizer, source)
+        return [(tokens, np.ones(len(tokens), np.uint8), 0)]
+    tools = tools_of(row, source)
+    return [
+        (*marked(side.messages, side.first, tokenizer, tools), side.preference)
+        for side in sides(row, source)
+    ]
 
 
 def _cut(tokens: Ints, mask: Mask, limit: int | None) -> TrainingSequence:

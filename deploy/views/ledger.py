@@ -8,6 +8,7 @@ is nowhere shows. What is settled is kept as a hash, so that a second end is fou
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,9 @@ from ...streams.log import Position
 
 TRAINED = "trained"
 STATES = (TRAINED, *ev.DROP_REASONS)
-_FORGOTTEN, _LOST, _NO_EXPERIENCE = "forgotten", "lost: ", "but it never was an experience"
+_PENDING = ("unjoined", "open", "ready")
+_FORGOTTEN, _REFUSED = "forgotten", "refused"
+_LOST, _NO_EXPERIENCE = "lost: ", "but it never was an experience"
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):
@@ -196,39 +199,32 @@ class Ledger:
             first_kept: first offset that retention left in each partition of `trajectories`.
             reward_counts: rewards by outcome, as the join counted them.
         """
-        states = {state: self.books.states.get(state, 0) for state in STATES}
-        places = {"unjoined": 0, "open": 0, "ready": 0, _FORGOTTEN: 0}
-        faults = [*self.books.faults, *self._unread(joined)]
-        num_letters = 0
-        for trajectory_id, entry in self.books.open.items():
+        books, faults = self.books, [*self.books.faults, *self._unread(joined)]
+        found = Counter(books.states)
+        for trajectory_id, entry in books.open.items():
             place = _place_of(trajectory_id, entry, joined, in_state, finished)
-            if self._has_letter(entry) and place.startswith(_LOST) and not entry.is_experience:
-                num_letters += 1
-                continue
             place = self._forgiven(place, entry)
-            if place in places:
-                places[place] += 1
-            elif place in states:
-                states[place] += 1
-            elif entry.offset >= 0 or not any(first_kept.values()):
+            found[place] += 1
+            is_known = place in (*STATES, *_PENDING, _FORGOTTEN, _REFUSED)
+            if not is_known and (entry.offset >= 0 or not any(first_kept.values())):
                 faults.append(f"{trajectory_id}: {place}")
-        num_forgotten = places.pop(_FORGOTTEN)
-        produced = self.books.num_settled + len(self._produced_and_open()) - num_letters
         return Balance(
-            produced,
-            states,
-            Pending(**places),
-            self.books.num_repeats,
-            self.books.num_amended,
-            self.books.num_dead_letters,
+            books.num_settled + len(self._produced_and_open()) - found[_REFUSED],
+            {state: found[state] for state in STATES},
+            Pending(*(found[place] for place in _PENDING)),
+            books.num_repeats,
+            books.num_amended,
+            books.num_dead_letters,
             tuple(faults),
             dict(reward_counts),
-            num_forgotten,
+            found[_FORGOTTEN],
         )
 
     def _forgiven(self, place: str, entry: Entry) -> str:
-        """What seems wrong only because retention deleted the record that would tell."""
+        """What seems wrong only for want of a record, which was refused or deleted by retention."""
         missed = self.books.missed
+        if self._has_letter(entry) and place.startswith(_LOST) and not entry.is_experience:
+            return _REFUSED
         if place.endswith(_NO_EXPERIENCE) and entry.partition in missed.get("experiences", ()):
             return state_of(place)
         if not place.startswith(_LOST):

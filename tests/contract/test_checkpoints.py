@@ -11,13 +11,12 @@ import fsspec
 import pytest
 
 from streamrft.consumers.checkpoints import (
-    WEIGHTS,
     CheckpointBroken,
     CheckpointFailed,
     CheckpointStore,
     Contents,
-    FileEntry,
 )
+from streamrft.consumers.manifest import WEIGHTS, FileEntry
 from streamrft.schemas.errors import Fenced
 from streamrft.schemas.events import Checkpoint
 from streamrft.streams.weights.object_storage import (

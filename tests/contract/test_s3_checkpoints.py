@@ -17,8 +17,8 @@ from streamrft.consumers.checkpoints import (
     CheckpointFailed,
     CheckpointStore,
     Contents,
-    FileEntry,
 )
+from streamrft.consumers.manifest import FileEntry
 from streamrft.consumers.states import OPTIMIZER_FILE
 from streamrft.schemas import events as ev
 from streamrft.schemas.errors import StorageUnavailable

@@ -17,8 +17,9 @@ from waiting import until
 
 from streamrft.consumers import saving
 from streamrft.consumers.background import BackgroundSave
-from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore, FileEntry
+from streamrft.consumers.checkpoints import CheckpointFailed, CheckpointStore
 from streamrft.consumers.lease import LeaseKeeper
+from streamrft.consumers.manifest import FileEntry
 from streamrft.consumers.peers import Peers
 from streamrft.consumers.saving import Saver
 from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings

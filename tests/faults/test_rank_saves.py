@@ -10,8 +10,9 @@ from ranked_feed import RankedFeed
 from s3_store import S3Store
 from training_feed import Feed, ended, trained_ids
 
-from streamrft.consumers.checkpoints import WEIGHTS, CheckpointStore
+from streamrft.consumers.checkpoints import CheckpointStore
 from streamrft.consumers.convert.convert import Request, convert
+from streamrft.consumers.manifest import WEIGHTS
 from streamrft.schemas import events as ev
 from streamrft.streams.weights.object_storage import load_state_dict
 

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tiny_learner import group, mixed
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from streamrft.consumers.bases import save_base
 from streamrft.consumers.checkpoints import CheckpointStore, Contents
 from streamrft.consumers.learning.examples import TrainingExample
 from streamrft.consumers.learning.learner import Learner
+from streamrft.consumers.learning.sharded import Place
 from streamrft.consumers.resume import load_newest
-from streamrft.consumers.states import states_of
+from streamrft.consumers.states import copied, states_of
 
 
 @dataclass
 class Kept:
-    """What a job leaves: metrics of each step, then the checkpoint's parts."""
+    """What a job leaves: metrics of each step, then the checkpoint's parts.
+
+    `optimizer` where it was asked for: by model and name, moments and what is not sharded.
+    """
 
     metrics: list[dict[str, float]]
     weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
     rng: Sequence[Mapping[str, Tensor]]
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 def batches() -> list[list[TrainingExample]]:
@@ -60,7 +69,7 @@ def steps(learner: Learner, chosen: Sequence[int] = range(5), first: int = 1) ->
 
 def save(folder: Path, step: int, learner: Learner) -> Kept:
     """Save in full as a trainer does, with a step between copy and writing; what was saved."""
-    now, states = kept(learner, []), states_of(learner, step, copies=True)
+    now, states = kept_whole(learner), states_of(learner, step, copies=True)
     base = save_base(learner, str(folder), epoch=1, before_place=lambda: None)
     contents = Contents(partial(learner.save_hf, state=now.weights), states.write, {}, base)
     learner.step(batches()[3], step=step + 1)
@@ -97,15 +106,39 @@ def go_on_and_save(
     """Load the newest checkpoint: its parts, those after more steps, and what is saved of them."""
     store = CheckpointStore(str(folder), "main")
     assert load_newest(learner, [(store, saved) for saved in store.scan()]) is not None
-    loaded = kept(learner, [])
+    loaded = kept_whole(learner)
     stepped = steps(learner, chosen, first)
     return loaded, stepped, save(folder, first + len(chosen) - 1, learner)
 
 
 def kept(learner: Learner, metrics: list[dict[str, float]]) -> Kept:
     """The learner's present state, in memory of its own."""
-    now = Kept(metrics, learner.state_dict(), learner.optimizer_state(), learner.rng_state())
-    return copy.deepcopy(now)
+    return copy.deepcopy(Kept(metrics, learner.state_dict(), learner.rng_state()))
+
+
+def kept_whole(learner: Learner) -> Kept:
+    """With the optimiser; of several ranks as torch's own reader finds it in what they write."""
+    now = kept(learner, [])
+    if learner.num_ranks == 1:
+        tensors = copied(learner._tensors())
+        outlines = {name: copied(o.outline()) for name, o in learner._optimizers().items()}
+    else:
+        outlines = learner.capture_shards(step=0, copies=False)["optimizers"]
+        with tempfile.TemporaryDirectory() as folder:
+            learner.write_shards(Place(folder))
+            tensors = {part: read_shards(Path(folder) / part / "dcp") for part in outlines}
+    named = {part: dict(sorted(found.items())) for part, found in tensors.items()}
+    return dataclasses.replace(now, optimizer={"outlines": outlines, "tensors": named})
+
+
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    """Every tensor that lies in shards, by its name."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        n: torch.empty(m.size) for n, m in stored.items() if isinstance(m, TensorStorageMetadata)
+    }
+    load({**found}, checkpoint_id=folder, no_dist=True)
+    return found
 
 
 def step_and_wait(marker: Path, learner: Learner) -> str:
