@@ -23,7 +23,7 @@ def with_model(log: Log, stage: Stage) -> Stage:
     Raises:
         LogError: that stage has none yet. WeightsUnavailable: its files cannot be read now.
     """
-    before = _last_trained(stage.after)
+    before = last_trained(stage.after)
     if before is None:
         return stage
     checkpoint = newest_full(log, before.topics)
@@ -78,7 +78,8 @@ def is_kept(checkpoint: ev.Checkpoint) -> bool:
     return True
 
 
-def _last_trained(stage: Stage | None) -> Stage | None:
+def last_trained(stage: Stage | None) -> Stage | None:
+    """The stage itself, or the nearest before it that has a trainer."""
     while stage is not None and stage.trainer is None:
         stage = stage.after
     return stage

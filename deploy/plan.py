@@ -64,6 +64,11 @@ class Stage:
         """Whether the trainer imitates rows of a file."""
         return uses_sft(self.config)
 
+    @property
+    def commands(self) -> list[str]:
+        """Commands of its roles, each once."""
+        return list(dict.fromkeys(spec.command for spec in self.processes()))
+
     def processes(self) -> list[ProcessSpec]:
         """Its processes in the order in which they are started."""
         config, found = self.config, []

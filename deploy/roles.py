@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import logging
 import os
 import re
 import socket
 import sys
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..schemas.errors import ConfigError
@@ -22,8 +18,10 @@ from ..streams.faust.membership import THREAD as FAUST_THREAD
 from ..streams.process import Process
 from .config.adapters import check_peft
 from .handover import with_model
-from .parent import die_with_parent
+from .parent import PARENT_VARIABLE, die_with_parent
 from .plan import Run, Stage, plan
+from .plugins import load_plugins
+from .preflight import check_functions, check_model, check_places
 from .ranks import followers, ignore_signals, is_follower
 
 if TYPE_CHECKING:
@@ -39,9 +37,14 @@ _NAMES = {"schedule": "scheduler", "explore": "explorer", "join": "join", "train
 
 def role_command(args: argparse.Namespace) -> int:
     """`streamrft schedule | explore | join | train`."""
+    is_supervised = PARENT_VARIABLE in os.environ
     die_with_parent()
     run = plan(args.config, tuple(args.plugin_dir))
     stage = _with_engine(run.stage(args.stage), getattr(args, "engine", None))
+    _check_role(stage, args.command)
+    if not is_supervised:  # whoever started it has looked
+        check_functions(run, [(stage, args.command)])
+        check_places(stage, args.command)
     _log_to_stderr(run)
     name = args.name or own_name(args.command)
     if args.command == "train":
@@ -54,7 +57,6 @@ def role_command(args: argparse.Namespace) -> int:
 
 def _train(run: Run, stage: Stage, name: str) -> None:
     """The trainer, which may be several processes; only rank 0 has a role in the run."""
-    _check_role(stage, "train")
     if is_follower():
         ignore_signals()
         load_plugins(run.plugin_dirs)
@@ -166,19 +168,6 @@ def _with_engine(stage: Stage, engine: Literal["native", "faust"] | None) -> Sta
     return replace(stage, streams=replace(stage.streams, engine=engine))
 
 
-def load_plugins(folders: tuple[str, ...]) -> None:
-    """Import every Python file of the folders, so that it registers what it defines.
-
-    Raises:
-        ConfigError: a folder is missing, or a file cannot be imported.
-    """
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--plugin-dir: {folder} is no folder.")
-        for path in sorted(Path(folder).glob("*.py")):
-            _import_file(path)
-
-
 def _start(
     process: Process, stage: Stage, command: str, make_shell: MakeShell | None = None
 ) -> None:
@@ -203,7 +192,7 @@ def _start(
     else:
         stage = with_model(process.log, stage)
         assert stage.trainer is not None
-        _check_model(stage.trainer.model_path)
+        check_model(stage.trainer.model_path)
         _run_trainer(process, stage.trainer)
 
 
@@ -218,22 +207,10 @@ def _run_trainer(process: Process, settings: TrainerSettings) -> None:
         raise
 
 
-def _check_model(path: str) -> None:
-    """Refuse a folder that is missing here; a hub name has at most one slash and no dot first."""
-    is_folder = path.startswith(("/", ".", "~")) or ("://" not in path and path.count("/") > 1)
-    if is_folder and not Path(path).is_dir():
-        raise ConfigError(
-            f"model.model_path: {path} is no folder here (seen from {Path.cwd()}). Name a Hugging "
-            "Face model folder, or a model of the hub such as Qwen/Qwen2.5-0.5B-Instruct."
-        )
-
-
 def _check_role(stage: Stage, command: str) -> None:
-    present = {spec.command for spec in stage.processes()}
-    if command not in present:
-        raise ConfigError(
-            f"mode: {stage.config.mode} has no role {command}; it has {', '.join(sorted(present))}."
-        )
+    if command not in stage.commands:
+        listed = ", ".join(sorted(stage.commands))
+        raise ConfigError(f"mode: {stage.config.mode} has no role {command}; it has {listed}.")
 
 
 def _log_to_stderr(run: Run) -> None:
@@ -248,19 +225,3 @@ def _log_to_stderr(run: Run) -> None:
     fausts = "faust mode aiokafka streamrft.streams.faust"  # ours under the names of modules
     for name in f"{noisy} {fausts}".split():
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _import_file(path: Path) -> None:
-    # the folder is part of the name: two folders may hold files of one name
-    name = f"streamrft_plugin_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    if name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises: it is named and ends the role
-        del sys.modules[name]
-        raise ConfigError(f"--plugin-dir: {path}: {type(error).__name__}: {error}") from error

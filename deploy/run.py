@@ -28,15 +28,16 @@ def run_command(args: argparse.Namespace) -> int:
         print(resolved_text(run), end="")
         return 0
     from ..streams.shell import check_shell
+    from .preflight import check_functions
     from .supervisor import supervise
     from .views.display import screen_for
 
-    if args.stage is not None:
-        run.stage(args.stage)
-    for stage in run.stages:
+    wanted = [run.stage(args.stage)] if args.stage is not None else run.stages
+    for stage in wanted:
         check_peft(stage.config)
         if stage.streams is not None:
             check_shell(stage.streams)
+    check_functions(run, [(stage, command) for stage in wanted for command in stage.commands])
     with screen_for(sys.stdout, plain=args.plain) as screen:
         return supervise(run, screen, only_stage=args.stage)
 

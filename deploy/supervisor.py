@@ -21,6 +21,7 @@ from .children import Child, command_of, describe, environment_of, kill_all, sto
 from .goal import judge
 from .handover import is_kept, newest_full
 from .plan import Run, Stage
+from .preflight import check_places
 from .views.place import was_started
 
 LEASE_MS = 10_000
@@ -91,6 +92,7 @@ def supervise(run: Run, screen: Screen, *, only_stage: str | None = None) -> int
     log = run.open_log()
     try:
         _refuse_existing(run, log)
+        _check_places(run, log, only_stage)
         return _Supervisor(run, log, screen).run(only_stage)
     finally:
         log.close()
@@ -327,6 +329,14 @@ def _last_words(child: Child, code: int) -> str:
     if len(child.failures) > 1:
         how += f", {len(child.failures)} times without progress"
     return f"{how}. Its last lines ({child.log_path}):\n{lines}"
+
+
+def _check_places(run: Run, log: Log, only_stage: str | None) -> None:
+    """Before the first stage begins, also of those after it; what began once had what it reads."""
+    for stage in run.stages:
+        if only_stage in (None, stage.name) and not was_started(log, stage):
+            for command in stage.commands:
+                check_places(stage, command)
 
 
 def _refuse_existing(run: Run, log: Log) -> None:

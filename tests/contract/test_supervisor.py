@@ -25,11 +25,10 @@ from streamrft.deploy.cli import main
 from streamrft.deploy.goal import Verdict, dead_groups, judge
 from streamrft.deploy.parent import PARENT_VARIABLE
 from streamrft.deploy.plan import ProcessSpec, plan
-from streamrft.deploy.roles import load_plugins
 from streamrft.deploy.supervisor import Interrupted, supervise
 from streamrft.deploy.views.place import was_started
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import ConfigError, LogUnavailable
+from streamrft.schemas.errors import LogUnavailable
 from streamrft.streams.lineage import Lineage, surviving_lineage
 
 CONFIG: dict[str, Any] = {
@@ -139,19 +138,6 @@ def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
     process.stdin.close()
     assert process.wait(10) == -signal.SIGKILL
     process.stdout.close()
-
-
-def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "mine.py").write_text(
-            f"import pathlib\npathlib.Path({str(folder / 'seen')!r}).touch()"
-        )
-    load_plugins(tuple(map(str, folders)))
-    assert all((folder / "seen").exists() for folder in folders)
-    with pytest.raises(ConfigError, match="is no folder"):
-        load_plugins((str(tmp_path / "c"),))
 
 
 def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> None:
@@ -290,19 +276,6 @@ def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines
     assert "ended with exit code 2" in out
     assert "mine.py: RuntimeError: broken on purpose" in out
     assert not supervised.children()
-
-
-def test_a_model_folder_that_is_missing_ends_the_run_before_torch_is_imported(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "run.yaml"
-    model = {"model_path": "/nowhere/model", "max_model_len": 64}
-    own = {"checkpoint_root_dir": str(tmp_path / "runs"), "mode": "train", "model": model}
-    path.write_text(json.dumps(CONFIG | own))
-    command = [sys.executable, "-m", "streamrft.deploy.cli", "train", "-c", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("streamrft train: model.model_path: /nowhere/model is no folder")
 
 
 def test_a_trainer_that_cannot_save_ends_the_run_with_5_and_status_says_why(
