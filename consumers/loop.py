@@ -156,8 +156,8 @@ class TrainingLoop:
         return TrainStep(
             branch=self.lineage.branch,
             step=self.step,
-            num_experiences=len(batch.examples),
-            num_tokens=sum(e.num_tokens for e in batch.examples),
+            num_experiences=len(batch.experiences),
+            num_tokens=sum(e.num_tokens for e in batch.experiences),
             metrics={name: float(value) for name, value in metrics.items()},
             epoch=self.announcer.epoch,
             produced_at=now_ms(),
@@ -168,8 +168,7 @@ def _staleness(batch: Batch, step: int) -> dict[str, float]:
     """Steps done before this one minus the oldest policy_version of each experience."""
     if not batch.members:
         return {}
-    rollouts = batch.examples[: len(batch.members)]
-    staleness = [step - 1 - e.min_policy_version for e in rollouts]
+    staleness = [step - 1 - e.min_policy_version for e in batch.experiences]
     return {
         "sample/staleness_mean": float(np.mean(staleness)),
         "sample/staleness_max": float(max(staleness)),

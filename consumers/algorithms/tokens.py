@@ -56,6 +56,10 @@ class Tokens:
         """exp(logp - old_logp) [N], the exponent clamped to +-20."""
         return self.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
+    def own(self, values: Tensor) -> Tensor:
+        """Of `values` [N] those at tokens that the policy wrote: an expert's have no behaviour."""
+        return values if self.is_expert is None else values[~self.is_expert]
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Sum of `values` [N] over each sequence's trained tokens -> [R]."""
         zeros = torch.zeros(self.num_sequences, dtype=values.dtype, device=values.device)
@@ -70,7 +74,8 @@ class Tokens:
 class TokenLoss:
     """A loss a token [N], and by-products [N] whose mean over the batch becomes actor/<name>.
 
-    Those named seq/<name> hold a value of the sequence at each token: the mean is over sequences.
+    An expert's tokens do not count in a mean. Those named seq/<name> hold a value of the sequence
+    at each token: the mean is over sequences.
     """
 
     losses: Tensor

@@ -267,7 +267,7 @@ class Learner(Savable):
         )
         loss, metrics = micro_loss(self.algorithm, tokens, terms)
         loss.backward()
-        totals.add(metrics, len(micro.targets))
+        totals.add(metrics, len(tokens.own(tokens.sequence)))
 
     @torch.no_grad()
     def _ref_logprobs(self, batch: DeviceBatch) -> Tensor:

@@ -131,8 +131,8 @@ def micro_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro-batch's part of the loss, and its parts of the metrics.
 
-    Metrics under loss/ are sums already weighted, under mean/ sums over tokens, under max/
-    maxima: the caller adds them up, and divides mean/ by the number of tokens.
+    Metrics under loss/ are sums already weighted, under mean/ sums over the policy's own tokens,
+    under max/ maxima: the caller adds them up, and divides mean/ by the number of those tokens.
     """
     policy = algorithm.policy_loss(tokens)
     losses = policy.losses if terms.correction is None else policy.losses * terms.correction
@@ -153,10 +153,10 @@ def micro_loss(
         if name.startswith("seq/"):
             metrics[f"loss/{name[4:]}"] = (terms.weights * values.detach()).sum()
         else:
-            metrics[f"mean/{name}"] = values.detach().sum()
-    if algorithm.advantage is not None:
-        gap = tokens.logprobs.detach() - terms.behaviour_logprobs
-        metrics |= _gap(gap if tokens.is_expert is None else gap.masked_fill(tokens.is_expert, 0.0))
+            metrics[f"mean/{name}"] = tokens.own(values.detach()).sum()
+    gap = tokens.own(tokens.logprobs.detach() - terms.behaviour_logprobs)
+    if algorithm.advantage is not None and len(gap):
+        metrics |= _gap(gap)
     return total, metrics
 
 
@@ -182,7 +182,7 @@ class Totals:
         self._num_tokens = 0
 
     def add(self, metrics: Mapping[str, Tensor], num_tokens: int) -> None:
-        """One micro-batch's metrics, as `micro_loss` returns them."""
+        """One micro-batch's metrics, as `micro_loss` gives them; `num_tokens` are its own."""
         self._num_tokens += num_tokens
         for name, value in metrics.items():
             value = value.double()
@@ -209,7 +209,8 @@ class Totals:
         result: dict[str, float] = {}
         for key, value in self._values.items():
             kind, _, name = key.partition("/")
-            scale = self._num_tokens if kind == "mean" else 1
+            # of an expert's tokens alone the sums are of nothing
+            scale = max(1, self._num_tokens) if kind == "mean" else 1
             result[f"actor/{name}"] = float(value) / scale
         return result
 
@@ -217,11 +218,12 @@ class Totals:
 def batch_metrics(examples: Sequence[TrainingExample]) -> dict[str, float]:
     """Rewards by source, response length and number of groups; rewards only where there are any.
 
-    An expert's rows count only where there is nothing else.
+    An expert's rows are counted, and otherwise left out where there is anything else.
     """
+    num_rows = sum(e.is_expert for e in examples)
+    metrics = {"num_expert_rows": float(num_rows)} if num_rows else dict[str, float]()
     examples = [e for e in examples if not e.is_expert] or examples
     lengths = [e.num_trained_tokens for e in examples]
-    metrics: dict[str, float] = {}
     if examples:
         metrics["response_length/mean"] = float(np.mean(lengths))
         cut = [any(s.is_truncated for s in e.sequences) for e in examples]

@@ -42,9 +42,8 @@ class MixedSource:
 
     def take(self, batch: Batch) -> None:
         """Rollouts and rows are trained."""
-        num_members = len(batch.members)
-        self._online.take(Batch(batch.examples[:num_members], batch.members))
-        self._rows.take(Batch(batch.examples[num_members:]))
+        self._online.take(Batch(batch.experiences, batch.members))
+        self._rows.take(Batch(batch.examples[len(batch.members) :]))
 
     @property
     def produced_length(self) -> float | None:

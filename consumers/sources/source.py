@@ -17,6 +17,11 @@ class Batch:
     examples: Sequence[TrainingExample]
     members: Sequence[CutMember] = ()
 
+    @property
+    def experiences(self) -> Sequence[TrainingExample]:
+        """What the step's cut names, without an expert's rows beside it; rows alone are all."""
+        return self.examples[: len(self.members) or None]
+
 
 class Source(Protocol):
     """Batches for one trainer, called from its thread before and after every step.

@@ -61,7 +61,8 @@ def test_a_step_that_is_trained_again_has_the_same_rows_again(feed_at, kill_at: 
     assert killed.train(save_interval=2) == 0, killed.said
     assert killed.digests == quiet.digests and len(quiet.digests) == 5
     for feed in (quiet, killed):
-        assert [s.num_experiences for s in steps(feed)] == [4 + 4] * 4
+        assert [s.num_experiences for s in steps(feed)] == [4] * 4, "rows are none"
+        assert [s.metrics["num_expert_rows"] for s in steps(feed)] == [4] * 4
         assert [len(c.members) for c in feed.cuts] == [4] * 4
         assert len(set(trained_ids(feed.cuts))) == 16
         letters = {x.offset for x in feed.read("dead_letters", ev.DeadLetter)}
@@ -76,6 +77,11 @@ def test_rows_draw_the_policy_to_the_expert_and_metrics_are_of_rollouts(feed_at)
         for name in ("reward/mean", "response_length/mean", "num_groups", "sample/staleness_max"):
             assert a[name] == b[name]
         assert a["actor/mu"] == pytest.approx(0.9)
+    for name in ("logprob_gap_mean", "logprob_gap_max", "logprob_gap_kl", "logprob_gap_k3",
+                 "ppo_kl", "pg_clipfrac"):  # fmt: skip
+        of_rows, of_none = (m[0][f"actor/{name}"] for m in (with_rows, without))
+        assert of_rows == pytest.approx(of_none, rel=1e-4), name
+    assert without[0]["actor/ppo_kl"] != 0
     # an untrained model takes every byte for as likely: ln 263 a token, times mu
     assert with_rows[0]["actor/pg_loss"] == pytest.approx(0.9 * 5.57, abs=0.1)
     assert with_rows[-1]["actor/pg_loss"] < with_rows[0]["actor/pg_loss"] - 0.2

@@ -35,8 +35,7 @@ class _OwnByPpo:
         if is_expert is None:
             is_expert = torch.zeros_like(tokens.sequence, dtype=torch.bool)
         losses = torch.where(is_expert, mu * expert, (1 - mu) * own.losses)
-        metrics = {n: v.masked_fill(is_expert, 0.0) for n, v in own.metrics.items()}
-        return TokenLoss(losses, metrics | {"mu": torch.full_like(losses, mu).detach()})
+        return TokenLoss(losses, {**own.metrics, "mu": torch.full_like(losses, mu).detach()})
 
 
 @POLICY_LOSSES.register("mix")
