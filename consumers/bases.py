@@ -38,7 +38,19 @@ def save_base(
     return BaseModel(saved.uri, saved.manifest.digest)
 
 
-def load_base(learner: Learner, folder: Path, manifest: Manifest) -> None:
+def base_of(store: CheckpointStore, manifest: Manifest) -> BaseModel | None:
+    """The model below a checkpoint of `store`: beside it, also where all of it was moved since.
+
+    Where no such model is there it is the recorded one; None below a whole model.
+    """
+    if manifest.base is None:
+        return None
+    beside = CheckpointStore(f"{store.root}/{BASE}", "main").scan()
+    found = (s for s in beside if s.manifest.digest == manifest.base.digest)
+    return next((BaseModel(s.uri, s.manifest.digest) for s in found), manifest.base)
+
+
+def load_base(learner: Learner, folder: Path, base: BaseModel | None) -> None:
     """Before the adapter of a checkpoint's `folder` is loaded, load the model below it.
 
     Raises:
@@ -47,7 +59,6 @@ def load_base(learner: Learner, folder: Path, manifest: Manifest) -> None:
     """
     from safetensors.torch import load_file
 
-    base = manifest.base
     if (base is not None) != learner.policy.has_adapter:
         held = "a whole model" if base is None else "a LoRA adapter"
         trained = "an adapter" if base is None else "the whole model"

@@ -76,7 +76,7 @@ class CheckpointStore:
     """The checkpoints of one branch under `<uri>/` ("main") or `<uri>/<branch>/`."""
 
     def __init__(self, uri: str, branch: str) -> None:
-        self.branch = branch
+        self.root, self.branch = uri, branch
         self._known: dict[str, Saved] = {}
         self.folders: Folders = open_folders(uri if branch == "main" else f"{uri}/{branch}")
 

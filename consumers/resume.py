@@ -14,9 +14,9 @@ from ..schemas.errors import ConfigError
 from ..schemas.events import Branch
 from ..streams.lineage import Lineage
 from ..streams.weights.object_storage import weights_path
-from .bases import load_base
+from .bases import base_of, load_base
 from .checkpoints import META, CheckpointBroken, CheckpointStore
-from .manifest import Saved
+from .manifest import BaseModel, Saved
 from .recorded import History
 from .states import EXTRA_FILE, read_states
 
@@ -39,11 +39,15 @@ def full_checkpoints(uri: str, lineage: Lineage) -> list[tuple[CheckpointStore, 
 
 
 class Base(NamedTuple):
-    """The checkpoint of `store` that training goes on from; `meta` is its trainer_meta.json."""
+    """The checkpoint of `store` that training goes on from; `meta` is its trainer_meta.json.
+
+    `below` is the model below its adapter, as it lies now.
+    """
 
     store: CheckpointStore
     saved: Saved
     meta: dict[str, Any]
+    below: BaseModel | None
 
 
 def load_newest(
@@ -53,12 +57,13 @@ def load_newest(
     for store, saved in candidates:
         with tempfile.TemporaryDirectory(prefix="streamrft.") as into:
             try:
-                folder = store.fetch(saved, Path(into))
+                folder, below = store.fetch(saved, Path(into)), base_of(store, saved.manifest)
+                load_base(learner, folder, below)
                 _load(learner, store, saved, folder)
             except CheckpointBroken as error:
                 logger.error("%s is left aside: %s", saved.uri, error)
                 continue
-            return Base(store, saved, msgspec.json.decode((folder / META).read_bytes()))
+            return Base(store, saved, msgspec.json.decode((folder / META).read_bytes()), below)
     return None
 
 
@@ -66,7 +71,6 @@ def _load(learner: Learner, store: CheckpointStore, saved: Saved, folder: Path) 
     import torch
     from safetensors.torch import load_file
 
-    load_base(learner, folder, saved.manifest)
     extra = torch.load(folder / "actor" / EXTRA_FILE, weights_only=True)
     if saved.manifest.is_sharded:
         learner.load_shards(store.folders.uri, saved.name, saved.manifest.files, extra)

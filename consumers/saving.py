@@ -170,7 +170,6 @@ class Saver:
 
     def announce(self, saved: Saved, branch: str) -> None:
         """Publish the Checkpoint event of a whole folder on `branch`; readers take repeats."""
-        base = saved.manifest.base
         event = Checkpoint(
             branch=branch,
             step=saved.manifest.step,
@@ -180,8 +179,8 @@ class Saver:
             manifest_sha256=saved.manifest_sha256,
             epoch=self.announcer.epoch,
             produced_at=now_ms(),
-            base_uri=base.uri if base else "",
-            base_digest=base.digest if base else "",
+            base_uri=self.base.uri if self.base else "",
+            base_digest=self.base.digest if self.base else "",
         )
         self.announcer.publish("checkpoints", event)
         self.announced.setdefault(event.step, event)

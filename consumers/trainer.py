@@ -102,7 +102,7 @@ def _announce(saver: Saver, fork: Branch | None, base: Base | None) -> None:
     if fork is not None:
         saver.announcer.publish("checkpoints", fork)
     if base is not None:
-        saver.base = base.saved.manifest.base
+        saver.base = base.below
         # explorers of a fork begin with these weights
         saver.go_on_from(with_copy(base.store, base.saved, saver.learner.save_hf))
         return

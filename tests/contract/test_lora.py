@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.usefixtures("torch_as_before"),
 ]
 LORA = LoraSettings(rank=4, alpha=8)
+BELOW = Path("base_model", "global_step_0")
 
 
 def stepped(model: Path, folder: Path, *, first: int, num: int, **changes: Any) -> Learner:
@@ -176,11 +177,25 @@ def test_a_trainer_goes_on_with_the_same_adapter_over_the_same_model_or_says_why
     assert "the model below the adapter" in feed.said and "Restore the folder" in feed.said
     weights.write_bytes(content)
     feed.write_groups(range(4, 6))
-    assert feed.train() == 0, feed.said
+    before = len(feed.read("checkpoints", ev.Checkpoint))
+    moved = (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    assert feed.train(checkpoint_uri=str(moved)) == 0, feed.said
     fork = {"resume_from": "global_step_2", "branch": "again", "total_steps": 2}
-    assert feed.train(**fork) == 0, feed.said
+    assert feed.train(checkpoint_uri=str(moved), **fork) == 0, feed.said
     found = feed.read("checkpoints", ev.Checkpoint)
-    assert len({c.base_uri for c in found}) == 1 and {c.branch for c in found} == {"main", "again"}
+    assert {c.branch for c in found} == {"main", "again"}
+    bases = [Path(c.base_uri) for c in found]
+    assert {b.relative_to(tmp_path / "checkpoints") for b in bases[:before]} == {BELOW}
+    assert {b.relative_to(moved) for b in bases[before:]} == {BELOW}, "the model moved with them"
+    away = (moved / BELOW).rename(tmp_path / "away")
+    manifest = moved / "global_step_1" / "manifest.json"
+    manifest.write_text(
+        manifest.read_text().replace(str(tmp_path / "checkpoints" / BELOW), str(away))
+    )
+    fork = {"resume_from": "global_step_1", "branch": "third", "total_steps": 1}
+    assert feed.train(checkpoint_uri=str(moved), **fork) == 0, feed.said
+    last = feed.read("checkpoints", ev.Checkpoint)[-1]
+    assert (last.branch, last.base_uri) == ("third", str(away)), "outside it stays where it is"
     feed.close()
 
 
