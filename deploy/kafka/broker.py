@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -118,12 +120,13 @@ class Broker:
         if not (self.folder / "data" / "meta.properties").exists():
             self._format()
         self._log.write_bytes(b"")
-        with self._log.open("ab") as out:
+        with self._log.open("ab") as out, _undisturbed() as as_before:
             self._process = subprocess.Popen(
                 [*self._java(), "kafka.Kafka", str(self._properties)],
                 stdout=out,
                 stderr=out,
                 pass_fds=[self._lock.fileno()] if self._lock else [],
+                preexec_fn=as_before,
             )
         deadline = time.monotonic() + START_S
         while not self._serves():
@@ -143,7 +146,7 @@ class Broker:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """An orderly end; no error when it does not run."""
+        """An orderly end; no error when it does not run. Interrupted, `kill` ends it at once."""
         self._end(signal.SIGTERM)
 
     def _locked(self) -> IO[bytes]:
@@ -197,7 +200,7 @@ class Broker:
         return [os.environ.get("JAVA", "java"), *options, "-cp", f"{self.home}/libs/*"]
 
     def _end(self, number: int) -> None:
-        process, self._process = self._process, None
+        process = self._process
         if process is not None and process.poll() is None:
             process.send_signal(number)
             try:
@@ -205,8 +208,20 @@ class Broker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=STOP_S)
+        self._process = None
         if self._lock is not None:
             self._lock.close()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[Callable[[], object]]:
+    """No Ctrl-C comes between a process and its name; gives what its child calls before exec."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    as_before = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    try:
+        yield as_before
+    finally:
+        as_before()
 
 
 def free_port() -> int:

@@ -41,7 +41,8 @@ Kafka runs at {address}; its records lie in {folder}. A run uses it with
 
   event_log: {url}
 
-Ctrl-C ends it; `make kafka` then goes on with the same records.{cleaning}
+Ctrl-C ends it, a second one at once; `make kafka` then goes on with the same
+records.{cleaning}
 """
 _NO_WAY = """\
 make kafka: no Kafka can be started here. Do one of these, then try again:
@@ -120,7 +121,15 @@ def serve(folder: Path, home: Path, port: int) -> int:
             "its program."
         ) from error
     finally:
+        _end(broker)
+
+
+def _end(broker: Broker) -> None:
+    """In order; another Ctrl-C in the meantime ends it at once."""
+    try:
         broker.stop()
+    except KeyboardInterrupt:
+        broker.kill()
 
 
 def is_free(port: int) -> bool:

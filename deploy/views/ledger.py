@@ -199,8 +199,8 @@ class Ledger:
             first_kept: first offset that retention left in each partition of `trajectories`.
             reward_counts: rewards by outcome, as the join counted them.
         """
-        books, faults = self.books, [*self.books.faults, *self._unread(joined)]
-        found = Counter(books.states)
+        books, found = self.books, Counter(self.books.states)
+        faults = [*books.faults, *self._unread(joined)]
         for trajectory_id, entry in books.open.items():
             place = _place_of(trajectory_id, entry, joined, in_state, finished)
             place = self._forgiven(place, entry)
@@ -208,6 +208,13 @@ class Ledger:
             is_known = place in (*STATES, *_PENDING, _FORGOTTEN, _REFUSED)
             if not is_known and (entry.offset >= 0 or not any(first_kept.values())):
                 faults.append(f"{trajectory_id}: {place}")
+        return self._balance(found, reward_counts, faults)
+
+    def _balance(
+        self, found: Counter[str], reward_counts: Mapping[str, int], faults: list[str]
+    ) -> Balance:
+        """The books as counted; `found` is how many trajectories are in each place."""
+        books = self.books
         return Balance(
             books.num_settled + len(self._produced_and_open()) - found[_REFUSED],
             {state: found[state] for state in STATES},

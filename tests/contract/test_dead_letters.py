@@ -183,8 +183,11 @@ def test_records_of_a_newer_schema_come_back_after_the_upgrade(cli, run, release
     assert is_balanced(cli), "the record can be read now, but is still only a dead letter"
     code, out, _ = cli.run("dead-letters", "replay", "--error", "fingerprint")
     assert code == 0 and len(out.splitlines()) == 2
+    # a second replay at the same time, which sees no note of the first, sends them once more
+    assert cli.run("dead-letters", "replay", "--error", "fingerprint", "--again")[0] == 0
     run.send(rew("g1:0:a", 1.0, at=now_ms()))
     run.drive(lambda: run.num("experiences") == 2)
+    assert len({r.value for r in run.records("trajectories")}) == 2, "the same bytes, thus ids"
     assert sorted(e.reward for e in run.experiences()) == [1.0, 2.0]
     assert run.drops() == []
     assert is_balanced(cli)

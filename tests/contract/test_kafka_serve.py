@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from kafka_broker import Broker, free_port, needs_kafka_home
 
@@ -160,6 +163,47 @@ def test_java_that_hangs_is_said_and_the_folder_is_let_go(hung, monkeypatch):
     for _ in range(2):
         with pytest.raises(BrokerFailed, match=r"is not formatted after 0\.3 s\. See what holds"):
             broker.Broker(hung.folder, hung.folder, free_port(), free_port()).start()
+
+
+DEAF = """\
+#!{python}
+import pathlib, re, signal, socket, sys, time
+if "kafka.Kafka" not in sys.argv:
+    sys.exit()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+port = re.search(r"listeners=PLAINTEXT://127.0.0.1:(\\d+)", pathlib.Path(sys.argv[-1]).read_text())
+server = socket.create_server(("127.0.0.1", int(port[1])))
+print("Kafka Server started", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_leaves_no_broker_that_does_not_end(bare, tmp_path):
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "kafka_2.13-4.3.1.jar").touch()
+    java, port = bare.programs / "java", free_port()
+    java.write_text(DEAF.format(python=sys.executable))
+    java.chmod(0o755)
+    words = ["-m", "deploy.kafka.serve", "--folder", str(bare.folder), "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={"PATH": str(bare.programs), "KAFKA_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and "Kafka runs at" in process.stdout.readline()
+    (broker,) = psutil.Process(process.pid).children()
+    try:
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert process.wait(10) == 0
+        assert not broker.is_running()
+    finally:
+        broker.kill() if broker.is_running() else None
+        process.stdout.close()
 
 
 def test_versions_of_kafka_agree():
