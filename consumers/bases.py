@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import ConfigError, StorageCorrupt
 from ..streams.weights.adapters import ADAPTER_FOLDER
 from .checkpoints import CheckpointBroken, CheckpointStore, Contents
-from .manifest import WEIGHTS, BaseModel, Manifest
+from .manifest import WEIGHTS, BaseModel, Manifest, recorded_base
 
 if TYPE_CHECKING:
     from .learning.learner import Learner
@@ -27,15 +26,34 @@ def save_base(
     A model with the same weights that lies there already is taken.
 
     Raises:
-        CheckpointFailed: as `CheckpointStore.save`.
+        CheckpointFailed: as `CheckpointStore.save`. ConfigError: the adapter that the learner began
+            with was trained over another model.
     """
     if not learner.policy.has_adapter:
         return None
     store = CheckpointStore(f"{uri}/{BASE}", "main")
     store.remove_staged()
-    write = partial(learner.policy.save_base, state=learner.state_dict(is_base=True))
+    state = learner.state_dict(is_base=True)
+
+    def write(folder: Path) -> str:
+        digest = learner.policy.save_base(folder, state)
+        _check_start(learner.policy.start_adapter, digest)
+        return digest
+
     saved = store.save(Contents(write), step=0, epoch=epoch, before_place=before_place)
     return BaseModel(saved.uri, saved.manifest.digest)
+
+
+def _check_start(adapter: Path | None, digest: str) -> None:
+    """What `digest` is of may lie below an adapter to go on with, as far as one of ours says."""
+    recorded = None if adapter is None else recorded_base(adapter)
+    if recorded is not None and recorded.digest != digest:
+        raise ConfigError(
+            f"model.lora_configs[0].path: the adapter {adapter} was trained over {recorded.uri}, "
+            f"whose weights have SHA-256 {recorded.digest[:12]}; those of model.model_path have "
+            f"{digest[:12]}. Name that model. Where both are one model, written by other versions "
+            "of transformers, name a copy of the adapter's folder alone."
+        )
 
 
 def base_of(store: CheckpointStore, manifest: Manifest) -> BaseModel | None:

@@ -11,7 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from ..schemas.errors import ConfigError
 from ..streams.blobs import sha256_file
+from ..streams.weights.adapters import ADAPTER_FOLDER
 from ..streams.weights.object_storage import HF_FOLDER, WEIGHTS_FILE
 from .folders import MANIFEST
 
@@ -86,6 +88,24 @@ def entries(
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make a filled folder whole."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def recorded_base(adapter: Path) -> BaseModel | None:
+    """What is below the adapter of a step that this program saved; None for others' folders.
+
+    Raises:
+        ConfigError: the step's manifest cannot be read.
+    """
+    path = adapter.parent.parent / MANIFEST
+    if not (adapter.match(f"*/{ADAPTER_FOLDER}") and path.is_file()):
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest).base
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"model.lora_configs[0].path: {path} cannot be read ({error}). Copy the step again, or "
+            f"name a copy of {adapter.name} alone."
+        ) from error
 
 
 def versions() -> dict[str, str]:

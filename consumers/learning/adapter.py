@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,13 @@ from transformers.pytorch_utils import Conv1D
 from ...schemas.errors import ConfigError
 from ...streams.weights import adapters
 from ...streams.weights.adapters import TRAINED, AdapterMismatch
+from ..manifest import recorded_base
 from ..settings import LoraSettings, TrainerSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+logger = logging.getLogger("streamrft")
 
 WHERE = "model.lora_configs[0]"
 _START = "start"
@@ -40,16 +44,17 @@ class Adapter:
         Raises:
             ConfigError: target modules or a start that do not fit the model. MissingExtra.
         """
-        start = settings.start_adapter
-        self._network, self._is_started = network, start is not None
+        start = None if settings.start_adapter is None else Path(settings.start_adapter)
+        self._network, self.start = network, start
+        name = lora.base_model_name or settings.model_path
         try:
-            config = _fresh(network, lora) if start is None else _of_start(Path(start), lora)
-            config.base_model_name_or_path = lora.base_model_name or settings.model_path
+            config = _fresh(network, lora) if start is None else _of_start(start, lora, name)
+            config.base_model_name_or_path = name
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(settings.seed)
                 self._tuner = adapters.lay_on(network, config)
             if start is not None:
-                adapters.fill(network, Path(start))
+                adapters.fill(network, start)
         except AdapterMismatch as error:
             raise ConfigError(f"{WHERE}: {error}") from error
         self.places = adapters.places(network)
@@ -59,7 +64,7 @@ class Adapter:
 
     def keep_reference(self) -> None:
         """Remember the matrices that it began with; without a start the model itself is enough."""
-        if not self._is_started:
+        if self.start is None:
             return
         configs: dict[str, Any] = self._tuner.peft_config
         configs[_START] = copy.deepcopy(configs[TRAINED])
@@ -75,7 +80,7 @@ class Adapter:
         peft's own switch also turns off that the matrices require a gradient, which shards and
         gradients that are being added up do not survive.
         """
-        self._switch([_START] if self._is_started else [])
+        self._switch([] if self.start is None else [_START])
         try:
             yield
         finally:
@@ -126,9 +131,19 @@ def _modules(given: str | tuple[str, ...] | None) -> Any:
     return list(given) if isinstance(given, tuple) else given
 
 
-def _of_start(folder: Path, lora: LoraSettings) -> LoraConfig:
+def _of_start(folder: Path, lora: LoraSettings, model: str) -> LoraConfig:
     """The configuration of the folder, without dropout: an engine's log-probs have none either."""
     config = adapters.read_config(folder)
+    made_for = config.base_model_name_or_path
+    if made_for not in (None, model) and recorded_base(folder) is None:
+        logger.warning(
+            "%s.path: the adapter in %s was made for %s, and goes on over %s. See that both are "
+            "the same model: only shapes are compared.",
+            WHERE,
+            folder,
+            made_for,
+            model,
+        )
     for key, given, found in (
         ("lora_rank", lora.rank, config.r),
         ("lora_alpha", lora.alpha, config.lora_alpha),

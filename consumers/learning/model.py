@@ -95,6 +95,11 @@ class PolicyModel:
         """Whether an adapter is trained, and the model's own weights stay as they are."""
         return self._adapter is not None
 
+    @property
+    def start_adapter(self) -> Path | None:
+        """The folder that the adapter began with; None for a new one, or none."""
+        return None if self._adapter is None else self._adapter.start
+
     def keep_reference(self) -> None:
         """Keep the present policy for `reference`; before `shard`. An adapter needs no copy."""
         if self._adapter is None:

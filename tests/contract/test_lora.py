@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_learner import learner, mixed, with_logprobs
 from training_feed import Feed, ended
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ from streamrft.producers.engines.service import EngineService
 from streamrft.producers.settings import ExplorerSettings
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import MissingExtra
+from streamrft.schemas.errors import ConfigError, MissingExtra
 from streamrft.streams.weights.adapters import ADAPTER_FILE
 from streamrft.streams.weights.object_storage import base_of, fetch_model_folder, load_state_dict
 
@@ -136,6 +137,33 @@ def test_an_announced_adapter_and_the_model_below_it_are_read_from_any_storage(
     with torch.no_grad():
         theirs = peft_model(model, adapter)(input_ids=ids).logits
         torch.testing.assert_close(theirs, one.model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_an_adapter_of_another_model_of_its_shapes_is_refused_where_ours_says_so_else_told(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    event = announced(str(tmp_path / "ours"), learner(tiny_model_dir, lora=LORA), 1)
+    own = Path(event.uri) / "actor" / "lora_adapter"
+    other, alone = shutil.copytree(tiny_model_dir, tmp_path / "other"), tmp_path / "alone"
+    shutil.copytree(own, alone)
+    state = load_file(other / "model.safetensors")
+    state["model.norm.weight"] += 1
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+
+    def base_over(model: Path, start: Path) -> Any:
+        """What a run that goes on with `start` saves below."""
+        one = learner(model, lora=LoraSettings(), start_adapter=str(start))
+        return save_base(one, str(tmp_path / "next"), epoch=1, before_place=lambda: None)
+
+    renamed = Path(shutil.copytree(tiny_model_dir, tmp_path / "renamed"))
+    for model in (renamed, Path(event.base_uri) / "actor" / "huggingface"):
+        assert base_over(model, own).digest == event.base_digest and not caplog.text
+    with pytest.raises(ConfigError, match=rf"trained over {event.base_uri}, whose weights have"):
+        base_over(other, own)
+    assert len(list((tmp_path / "next").rglob("manifest.json"))) == 1
+    assert base_over(other, alone).digest != event.base_digest
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"was made for {tiny_model_dir}, and goes on over {other}" in said
 
 
 def test_an_explorer_refuses_an_adapter_of_another_model(tiny_model_dir: Path, tmp_path: Path):
