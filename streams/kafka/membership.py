@@ -75,11 +75,12 @@ class Membership:
             settings["group.instance.id"] = self._member
         if self.is_incremental:
             return settings | {"group.protocol": "consumer", "group.remote.assignor": "range"}
+        if "heartbeat.interval.ms" not in self._cluster.options.base:
+            settings["heartbeat.interval.ms"] = max(100, min(3_000, session_ms // 3))
         return settings | {
             "group.protocol": "classic",
             "partition.assignment.strategy": "range",
             "session.timeout.ms": session_ms,
-            "heartbeat.interval.ms": max(100, min(3_000, session_ms // 3)),
         }
 
     def take_failure(self) -> LogError | None:

@@ -32,16 +32,21 @@ OF_FAUST = (
 )
 
 
+# no member is taken for gone because the machine was busy for a while
+PATIENT_MS = 30_000
+
+
 @dataclass
 class Place:
     """Where the log of one test lies; names are new in every test, so that a broker can be shared.
 
-    `session_ms` is the shortest session that the adapter allows in a test; `engine` is the shell
-    of join workers.
+    `session_ms` is the shortest session that the adapter allows in a test, `patient_ms` the one
+    that members have unless a test asks for another; `engine` is the shell of join workers.
     """
 
     url: str
     session_ms: int
+    patient_ms: int = PATIENT_MS
     prefix: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     opened: list[Log] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
@@ -53,10 +58,16 @@ class Place:
         """A topic, group or role of this test alone."""
         return f"{self.prefix}.{name}"
 
+    def patient_group(self, name: str) -> str:
+        """A group of this test whose sessions are patient also where the broker sets them."""
+        if self.options.get("group.protocol") == "consumer":
+            _set_session(self.url, self.name(name), PATIENT_MS)
+        return self.name(name)
+
     def open(self, **limits: Any) -> Log:
         """Another connection, closed when the test ends."""
         options = {**self.options, **limits.pop("options", {})}
-        limits = {"session_timeout_ms": self.session_ms, "options": options, **limits}
+        limits = {"session_timeout_ms": self.patient_ms, "options": options, **limits}
         log = open_log(self.url, Limits(**limits))
         self.opened.append(log)
         return log
@@ -69,6 +80,20 @@ class Place:
         """Create a topic; its full name."""
         log.ensure_topics([TopicSpec(self.name(name), num_partitions, **settings)])
         return self.name(name)
+
+
+def _set_session(url: str, group: str, session_ms: int) -> None:
+    from confluent_kafka import admin
+
+    entry = admin.ConfigEntry(
+        "consumer.session.timeout.ms",
+        str(session_ms),
+        incremental_operation=admin.AlterConfigOpType.SET,
+    )
+    resource = admin.ConfigResource(admin.ResourceType.GROUP, group, incremental_configs=[entry])
+    client = admin.AdminClient({"bootstrap.servers": url.removeprefix("kafka://")})
+    (done,) = client.incremental_alter_configs([resource]).values()
+    done.result(60)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -90,7 +115,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         place = Place(request.getfixturevalue("kafka_url"), session_ms=1_500)
         is_classic = request.param == "kafka-classic"
         place.options["group.protocol"] = "classic" if is_classic else "consumer"
-        place.engine = "faust" if request.param == "kafka-faust" else "native"
+        if is_classic:  # a member hears of a rebalance with its heartbeat
+            place.options["heartbeat.interval.ms"] = "200"
+        if request.param == "kafka-faust":
+            place.engine, place.patient_ms = "faust", place.session_ms
         place.compacts_soon = {
             "topic.segment.ms": "50",
             "topic.min.cleanable.dirty.ratio": "0.01",

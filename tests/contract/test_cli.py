@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import secrets
 import subprocess
 import sys
@@ -42,17 +43,18 @@ def test_help_is_there_at_once_and_imports_little() -> None:
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'rich', 'omegaconf'} & set(sys.modules)))"
     )
-    best = min(_timed([sys.executable, "-c", script]) for _ in range(3))
-    assert best < 0.5
+    assert any(_cpu_s([sys.executable, "-c", script]) < 0.5 for _ in range(5))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "usage: streamrft" in done.stdout
 
 
-def _timed(command: list[str]) -> float:
-    began = time.perf_counter()
+def _cpu_s(command: list[str]) -> float:
+    """What it takes on a machine that does nothing else."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, capture_output=True, check=True)
-    return time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,16 +200,16 @@ def test_produce_reads_standard_input_as_it_comes(cli: Cli) -> None:
     process.stdin.write(json.dumps(REWARD).encode() + b"\n")
     process.stdin.flush()
     until(lambda: cli.lines("tail", "rewards", "--json") != [], "the first line")
-    _, err = process.communicate(json.dumps(REWARD | {"event_id": "r2"}).encode(), timeout=20)
+    _, err = process.communicate(json.dumps(REWARD | {"event_id": "r2"}).encode(), timeout=90)
     assert process.returncode == 0, err
     assert len(cli.lines("tail", "rewards", "--json")) == 2
 
 
 def test_a_long_line_costs_what_it_is_long(cli: Cli) -> None:
     long = json.dumps(REWARD | {"event_id": "x" * 30_000_000, "vale": 1})
-    began = time.monotonic()
+    began = time.process_time()
     code, _, err = produce(cli, "rewards", f"{long}\n{json.dumps(REWARD)}")
-    assert time.monotonic() - began < 5, "the line was copied once for each part of it"
+    assert time.process_time() - began < 5, "the line was copied once for each part of it"
     assert (code, err.splitlines()[-1]) == (1, "1 events produced to p.n.rewards, 1 lines refused")
 
 
@@ -253,12 +255,13 @@ def test_tail_follows(cli: Cli) -> None:
     process = subprocess.Popen(
         [*command, "--config", str(cli.config)], stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout
     try:
-        time.sleep(0.5)
-        with cli.place() as place:
-            append(place, "trajectories", trajectory(7, 0))
-        assert process.stdout
-        assert json.loads(process.stdout.readline())["event"]["group_id"] == "rows.7"
+        for group in (7, 8):  # the second comes when the first was told
+            with cli.place() as place:
+                append(place, "trajectories", trajectory(group, 0))
+            told = json.loads(process.stdout.readline())
+            assert told["event"]["group_id"] == f"rows.{group}"
     finally:
         process.kill()
         process.communicate()
@@ -276,5 +279,5 @@ def test_output_into_a_closed_pipe_ends_quietly(cli: Cli) -> None:
     command = (
         f"{sys.executable} -m streamrft.deploy.cli tail trajectories -n 500 -c {cli.config} | true"
     )
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=90)
     assert done.stderr == ""

@@ -80,7 +80,8 @@ def test_faults_are_retried_then_become_failed_trajectories(
     say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
     say(log, "tasks", task(0, row={"prompt": "1+1"} | row, workflow="faulty"))
     Faulty.tries.clear()
-    with running(url, settings(max_retry_times=2, max_timeout_ms=300)):
+    limit_ms = 300 if row["fault"] == "hang" else 60_000
+    with running(url, settings(max_retry_times=2, max_timeout_ms=limit_ms)):
         until(lambda: uncommitted(log) == 0)
     made = trajectories(log)
     assert [t.slot for t in made if t.is_failed] == failed and len(made) == G
@@ -165,8 +166,9 @@ def test_two_explorers_share_the_tasks(url, log, tmp_path, tiny_model_dir):
     say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
     wave = 0
     with running(url, settings()), running(url, settings(), "explorer-1"):
+        deadline = time.monotonic() + 60
         while {t.producer for t in trajectories(log)} != {"explorer-0", "explorer-1"}:
-            assert wave < 50, "one explorer had all the tasks of 50 waves"
+            assert time.monotonic() < deadline, f"one explorer had all the tasks of {wave} waves"
             say(log, "tasks", *(task(i) for i in range(8 * wave, 8 * wave + 8)))
             wave += 1
             until(lambda: uncommitted(log) == 0)
@@ -184,7 +186,7 @@ def test_stop_in_the_middle_leaves_tasks_uncommitted_for_the_next(
     with running(url, slow):
         until(lambda: trajectories(log))
         stopped = time.monotonic()
-    assert time.monotonic() - stopped < 4
+    assert time.monotonic() - stopped < 30
     assert uncommitted(log) > 0
     with running(url, settings(runner_per_model=32), "explorer-1"):
         until(lambda: uncommitted(log) == 0)

@@ -6,7 +6,6 @@ import time
 
 import pytest
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
-from kafka_broker import free_port
 from log_process import read, wait_for
 
 from streamrft.schemas.errors import (
@@ -19,18 +18,19 @@ from streamrft.schemas.errors import (
     OffsetOutOfRange,
     UnknownTopic,
 )
+from streamrft.streams.kafka.membership import Membership
 from streamrft.streams.kafka.options import Options
 from streamrft.streams.log import Limits, Partition, Position, TopicSpec, open_log
 from streamrft.streams.reading import read_to_end
 
-NOBODY = f"kafka://127.0.0.1:{free_port()}"
+NOBODY = "kafka://127.0.0.1:1"
 
 
 def settings_of(place, topic):
     """What the broker keeps of a topic's properties."""
     admin = AdminClient({"bootstrap.servers": place.url.removeprefix("kafka://")})
     resource = ConfigResource(ResourceType.TOPIC, topic)
-    found = admin.describe_configs([resource])[resource].result(10)
+    found = admin.describe_configs([resource])[resource].result(60)
     return {name: entry.value for name, entry in found.items()}
 
 
@@ -96,6 +96,14 @@ def test_producers_are_idempotent_compress_with_zstd_and_agree_with_consumers_on
     assert "compression.type" not in other.producing and other.base["compression.type"] == "lz4"
 
 
+def test_members_beat_as_often_as_the_options_say_or_three_times_a_session(place):
+    for given, expected in (({"heartbeat.interval.ms": "250"}, "250"), ({}, "2000")):
+        log = place.open(options={"group.protocol": "classic", **given}, session_timeout_ms=6_000)
+        member = Membership(log._cluster, None, "g", "m", ("t",), (None, None))
+        found = {**log._cluster.options.base, **member._settings()}
+        assert str(found["heartbeat.interval.ms"]) == expected
+
+
 # --- holes
 
 
@@ -127,8 +135,8 @@ def test_poll_ends_early_when_only_a_hole_was_passed(log, topic):
     read(consumer, 1)
     began = time.monotonic()
     while consumer.positions()[partition] < 2:
-        consumer.poll(timeout_ms=5_000)
-    assert time.monotonic() - began < 3
+        consumer.poll(timeout_ms=60_000)
+    assert time.monotonic() - began < 50
 
 
 def test_records_of_a_fenced_flush_are_read_at_once_by_their_positions(place, log, topic):
@@ -157,7 +165,7 @@ def test_changelog_stays_short_as_the_topic_is_made_without_options(log, place):
         records[:] = read_to_end(log, {partition: 0})
         return len(records) < 3 * num_keys
 
-    wait_for(is_short, 60)
+    wait_for(is_short)
     assert {r.key for r in records} == {b"group.%d" % i for i in range(num_keys)}
     assert all(r.value[:1] == b"5" for r in records[-num_keys:])
 
@@ -235,7 +243,7 @@ def test_no_broker_is_said_with_its_address_within_the_time_given():
         LogUnavailable, match=r"no broker answers at 127\.0\.0\.1:\d+ within 0\.5 s"
     ):
         open_log(NOBODY, Limits(options={"connect_timeout_ms": "500"}))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9, "what it gives unless told"
 
 
 def test_missing_client_names_what_to_install(monkeypatch):
@@ -261,7 +269,7 @@ def test_foreign_topic_is_read_as_it_is_and_altered_where_it_differs(place, log)
     name = place.name("foreign")
     config = {"cleanup.policy": "compact,delete", "retention.bytes": "1000000"}
     (future,) = admin.create_topics([NewTopic(name, 2, 1, config=config)]).values()
-    future.result(10)
+    future.result(60)
     state = log.topic_states([name])[name]
     assert state.num_partitions == 2 and state.replication == 1
     assert state.settings["cleanup.policy"] == "compact,delete"

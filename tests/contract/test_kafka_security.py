@@ -5,9 +5,10 @@ import subprocess
 import pytest
 from join_run import JoinRun
 from join_scripts import scored
-from kafka_broker import Broker, free_port, needs_kafka_home
+from kafka_broker import Broker, needs_kafka_home
 from kafka_rights import IN_THE_CLEAR, Right, environment_of, grant, user_settings
 from log_process import read
+from ports import free_port
 
 from streamrft.schemas.errors import AccessDenied, ConfigError
 from streamrft.schemas.events import now_ms
@@ -160,7 +161,7 @@ def test_faust_without_a_right_on_the_group_says_which_is_missing(open_as, secur
     grant_all(secured[0], "bob", "bobs.run", "TOPIC", "TRANSACTIONAL_ID")
     run = JoinRun(open_as("bob"), namespace="bobs.run", engine="faust")
     with pytest.raises(AccessDenied, match=r"bobs\.run\.join.*a right on this group is missing"):
-        run.drive(lambda: False, timeout_s=20)
+        run.drive(lambda: False, timeout_s=60)
 
 
 @pytest.mark.parametrize("name", ["sasl.password", "sasl.username", "ssl.key.password"])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kafka_broker import Broker, free_port, needs_kafka_home
+from kafka_broker import Broker, needs_kafka_home
+from ports import free_port
 
 from streamrft.deploy.kafka import broker, serve
 from streamrft.deploy.kafka.broker import BrokerFailed
@@ -49,7 +50,7 @@ class Bare:
             env={"PATH": str(self.programs), **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from training_feed import TOPICS
+from waiting import until
 
 from streamrft.consumers.lease import LeaseKeeper
 from streamrft.schemas import codec
@@ -16,6 +16,14 @@ from streamrft.streams.log import Partition, open_log, topic_specs
 from streamrft.streams.process import Process
 
 TTL_MS = 300
+
+
+@pytest.fixture
+def now_ms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The machine's clock, which stands still unless a test moves it."""
+    clock = [1_000_000]
+    monkeypatch.setattr("streamrft.streams.sqlite.roles.machine_ms", lambda: clock[0])
+    return clock
 
 
 @pytest.fixture
@@ -32,10 +40,17 @@ def keeper(log) -> LeaseKeeper:
     return LeaseKeeper(process, lease)
 
 
-def test_lease_outlives_its_time_while_the_owner_is_busy(log):
+def renewed_ms(log) -> int:
+    ((found,),) = log._store.rows("select renewed_ms from roles")
+    return found
+
+
+def test_lease_outlives_its_time_while_the_owner_is_busy(log, now_ms):
     other = log.reopen()
     with keeper(log) as kept:
-        time.sleep(3 * TTL_MS / 1000)
+        for _ in range(5):
+            now_ms[0] += TTL_MS - 1
+            until(lambda: renewed_ms(log) == now_ms[0], "the keeper's renewal")
         with pytest.raises(Timeout):
             other.acquire("trainer", owner="other", ttl_ms=TTL_MS, timeout_ms=0)
         kept.check()
@@ -50,9 +65,8 @@ def test_lost_lease_is_known_before_the_next_write(log):
         log.acquire("trainer", owner="other", ttl_ms=60_000, timeout_ms=0)
         with pytest.raises(Fenced, match="other"):
             kept.prove()
-        time.sleep(2 * TTL_MS / 1000)
         with pytest.raises(Fenced, match="other"):
-            kept.check()
+            until(kept.check, "that the keeper found it lost")
     with pytest.raises(Timeout):
         log.acquire("trainer", owner="third", ttl_ms=TTL_MS, timeout_ms=0)
 
@@ -61,8 +75,13 @@ def test_busy_owner_is_seen_alive(log):
     name = TOPICS.name("heartbeats")
     consumer = log.consumer()
     consumer.assign({Partition(name, 0): 0})
+    beats: list[Heartbeat] = []
+
+    def hear() -> int:
+        beats.extend(codec.decode(r.value, Heartbeat) for r in consumer.poll())
+        return len(beats)
+
     with keeper(log) as kept, kept.working():
-        time.sleep(2 * TTL_MS / 1000)
-    beats = [codec.decode(r.value, Heartbeat) for r in consumer.poll()]
+        until(lambda: hear() > 1, "one from the owner, the others from the keeper")
+    hear()
     assert {(b.process, b.state) for b in beats} == {("trainer", "alive")}
-    assert len(beats) > 1, "one from the owner, the others from the keeper"

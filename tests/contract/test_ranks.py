@@ -220,12 +220,12 @@ def test_all_end_with_a_name_when_one_rank_is_gone(
 ):
     marker = tmp_path / "stepped"
     settings = learner_settings(tiny_model_dir)
-    job = partial(step_and_wait, marker)
-    team = start_team(2, settings, job, tmp_path / "team", order_limit_s=3)
+    job = partial(step_and_wait, marker, limit_s=2)
+    team = start_team(2, settings, job, tmp_path / "team")
     until(marker.exists, "a step of the team")
     gone, left = team.processes[rank], team.processes[1 - rank]
     os.kill(gone.pid, number)
-    left.join(15)
+    left.join(60)
     assert left.exitcode == 1, team.said()
     assert f"RanksLost: {word}" in team.said()
     gone.kill()

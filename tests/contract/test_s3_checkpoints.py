@@ -75,7 +75,7 @@ def test_store_that_goes_away_is_said_and_training_goes_on(
         until(lambda: ("main", 2) in feed.digests, "the owed save")
         feed.write_groups(range(4, NUM_GROUPS))
         feed.write(ended(NUM_GROUPS), topic="tasks")
-        running.join(60)
+        running.join(150)
         assert running.exitcode == 0, feed.said
     finally:
         running.kill()
@@ -130,7 +130,7 @@ def test_kill_in_the_parts_of_an_upload_leaves_the_checkpoint_before_and_no_part
     process.start()
     until(lambda: any(store.uploads.values()), "a part")
     process.kill()
-    process.join(10)
+    process.join(60)
     killed = f"killed/global_step_2.epoch_2/actor/{OPTIMIZER_FILE}"
     assert store.uploads.keys() == {killed} and killed not in store.names
     other = "killed/claims/of-a-living-explorer"
@@ -142,7 +142,7 @@ def test_kill_in_the_parts_of_an_upload_leaves_the_checkpoint_before_and_no_part
     assert not [n for n in store.names if n.startswith("killed/global_step_2")]
     process = FORKED.Process(target=save_in_parts, args=arguments)
     process.start()
-    process.join(60)
+    process.join(150)
     assert process.exitcode == 0
     assert store.num_parts(killed) == 12
     assert [s.manifest.step for s in after.scan()] == [2, 1]

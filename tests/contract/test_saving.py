@@ -58,9 +58,15 @@ def larger(tmp_path_factory: pytest.TempPathFactory, larger_model_dir: Path) -> 
     return feed
 
 
-def limit_files(running: Any, size: int = resource.RLIM_INFINITY) -> None:
-    """No file of a process may become larger from now on: a disk that is full."""
-    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def make_room(running: Any) -> None:
+    """The disk that was full for a process is so no more."""
+    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def too_little_room(quiet: Feed) -> dict[str, int]:
+    """For the optimiser's file after a step; for weights, the log and step 0 there is enough."""
+    folder = quiet.folder / "checkpoints" / "global_step_1" / "actor"
+    return {"max_file_bytes": (folder / OPTIMIZER_FILE).stat().st_size - 1}
 
 
 def finish(feed: Feed, first: int) -> None:
@@ -168,17 +174,17 @@ def test_error_of_the_thread_is_raised_by_whoever_lands_the_save():
         raise CheckpointFailed("no space left")
 
     save = BackgroundSave(3, {}, fail)
-    assert save.wait(10)
+    assert save.wait(60)
     with pytest.raises(CheckpointFailed, match="no space"):
         save.result()
 
 
 def test_save_is_not_done_before_its_thread_is():
     gate = threading.Event()
-    save = BackgroundSave(3, {}, lambda: gate.wait(10))  # type: ignore[arg-type, return-value]
+    save = BackgroundSave(3, {}, lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
     assert not save.is_done and not save.wait(0.01)
     gate.set()
-    assert save.wait(10)
+    assert save.wait(60)
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["synchronous", "asynchronous"])
@@ -186,12 +192,9 @@ def test_full_disk_is_said_and_training_goes_on(
     async_save: bool, larger: Feed, tmp_path: Path, larger_model_dir: Path
 ):
     feed = Feed(tmp_path, larger_model_dir, {"save_interval": 1, "async_save": async_save})
-    running = feed.start()
+    feed.write_groups(range(4))
+    running = feed.start(**too_little_room(larger))
     try:
-        until(lambda: 0 in full_steps(feed), "step 0")
-        # the optimiser's file does not fit any more; weights and the log do
-        limit_files(running, size_of(larger, OPTIMIZER_FILE) - 1)
-        feed.write_groups(range(4))
         until(lambda: len(feed.read("train_steps", ev.TrainStep)) == 2, "two steps")
         until(lambda: len(failures(feed)) > 1, "the reasons")
         assert full_steps(feed) == [0]
@@ -201,12 +204,12 @@ def test_full_disk_is_said_and_training_goes_on(
         assert failed_save(feed.log, TOPICS) == failures(feed)[-1]
         beats = lambda: [b.waiting_for for b in feed.read("heartbeats", ev.Heartbeat)]  # noqa: E731
         until(lambda: any("storage of checkpoints" in b for b in beats()), "a heartbeat of it")
-        limit_files(running)
+        make_room(running)
         until(lambda: 2 in full_steps(feed), "the owed save")
         assert failed_save(feed.log, TOPICS) is None
         feed.write_groups(range(4, NUM_GROUPS))
         feed.write(ended(NUM_GROUPS), topic="tasks")
-        running.join(30)
+        running.join(150)
         assert running.exitcode == 0, feed.said
     finally:
         running.kill()
@@ -230,35 +233,28 @@ def test_last_save_is_tried_until_its_time_is_over(
     larger_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    feed = Feed(tmp_path, larger_model_dir, {"max_read_timeout_ms": 20_000 if is_mended else 2_000})
-    running = feed.start()
+    feed = Feed(tmp_path, larger_model_dir, {"max_read_timeout_ms": 60_000 if is_mended else 2_000})
+    feed.write_groups(range(NUM_GROUPS))
+    feed.write(ended(NUM_GROUPS), topic="tasks")
+    running = feed.start(**too_little_room(larger))
     try:
-        until(lambda: 0 in full_steps(feed), "step 0")
-        limit_files(running, size_of(larger, OPTIMIZER_FILE) - 1)
-        feed.write_groups(range(NUM_GROUPS))
-        feed.write(ended(NUM_GROUPS), topic="tasks")
         until(lambda: failures(feed), "the reason")
-        until(lambda: "storage of checkpoints" in last_word(feed), "a heartbeat of it")
         if is_mended:
-            limit_files(running)
-        running.join(30)
+            until(lambda: "storage of checkpoints" in last_word(feed), "a heartbeat of it")
+            make_room(running)
+        running.join(150)
         assert running.exitcode == (0 if is_mended else 1), feed.said
     finally:
         running.kill()
         running.join()
     assert full_steps(feed) == ([0, 3] if is_mended else [0])
-    assert ("CheckpointFailed: step 3 is not saved after 2 s" in feed.said) is not is_mended
+    assert ("CheckpointFailed: step 3 is not saved after" in feed.said) is not is_mended
     assert feed.train() == 0, "it goes on from the cuts"
     assert feed.digests.items() <= larger.digests.items() and full_steps(feed) == [0, 3]
 
 
 def last_word(feed: Feed) -> str:
     return feed.read("heartbeats", ev.Heartbeat)[-1].waiting_for
-
-
-def size_of(feed: Feed, name: str) -> int:
-    """Bytes of a file of step 1."""
-    return (feed.folder / "checkpoints" / "global_step_1" / "actor" / name).stat().st_size
 
 
 def test_checkpoint_that_an_explorer_loads_is_not_deleted(tmp_path: Path, tiny_model_dir: Path):
@@ -270,7 +266,7 @@ def test_checkpoint_that_an_explorer_loads_is_not_deleted(tmp_path: Path, tiny_m
         feed.write(_beat(loading=1), topic="heartbeats")
         feed.write_groups(range(2, 16))
         feed.write(ended(16), topic="tasks")
-        running.join(60)
+        running.join(150)
         assert running.exitcode == 0, feed.said
     finally:
         running.kill()
@@ -329,13 +325,15 @@ def _fields(beat: ev.Heartbeat) -> dict[str, object]:
 
 @dataclass
 class Keeper:
-    """A lease whose owner says what it waits for."""
+    """A lease whose owner says what it waits for, and then need not wait much longer."""
 
     is_stopping: bool = False
     said: list[str] = field(default_factory=list)
+    heard: threading.Event = field(default_factory=threading.Event)
 
     def say(self, waiting_for: str) -> None:
         self.said.append(waiting_for)
+        self.heard.set()
 
     def waiting(self):
         return nullcontext()
@@ -360,7 +358,7 @@ def saver_that_writes(folder: Path, keeper: Keeper, until_set: threading.Event, 
     saver = Saver(settings, store, *parts, announced={})
 
     def write():
-        assert until_set.wait(20)
+        assert until_set.wait(60)
         raise error
 
     saver._writing = BackgroundSave(3, {}, write)
@@ -368,11 +366,10 @@ def saver_that_writes(folder: Path, keeper: Keeper, until_set: threading.Event, 
 
 
 def test_next_save_waits_for_the_one_before_and_says_so(tmp_path: Path):
-    keeper, gate = Keeper(), threading.Event()
-    saver = saver_that_writes(tmp_path, keeper, gate, Fenced("a successor holds it"))
+    keeper = Keeper()
+    saver = saver_that_writes(tmp_path, keeper, keeper.heard, Fenced("a successor holds it"))
     saver.settle()
     assert saver._writing is not None, "nobody waited for it"
-    threading.Timer(0.5, gate.set).start()
     with pytest.raises(Fenced):
         saver.after_step(6, is_last=False)
     assert set(keeper.said) == {f"the save of step 3 to {tmp_path / 'checkpoints'}"}

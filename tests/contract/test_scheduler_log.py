@@ -141,7 +141,7 @@ def running(url: str, chosen: SchedulerSettings) -> Iterator[threading.Thread]:
     finally:
         until(lambda: bool(box))
         box[0].stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -153,7 +153,7 @@ def test_run_of_one_epoch_publishes_every_row_and_its_end(url, log, tmp_path):
             ids = [t.group_id for t in tasks(log)][-2:]
             say(log, "train_steps", cut(step, ids))
             say(log, "checkpoints", checkpoint(step))
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert [(t.group_id, t.row, t.step, t.min_policy_version) for t in tasks(log)] == [
         (f"t.{i}", i, 1 + i // 2, i // 2) for i in range(6)
@@ -174,7 +174,7 @@ def test_restart_goes_on_and_says_its_end_once(url, log, tmp_path):
     say(log, "train_steps", cut(2, ["t.2", "t.3"]))
     for _ in range(2):
         with running(url, chosen) as thread:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
     assert [t.row for t in tasks(log)] == [0, 1, 2, 3]
     assert [e.num_groups for e in read(log, "tasks", ev.Ended)] == [4]

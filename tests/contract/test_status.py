@@ -140,7 +140,7 @@ def test_status_stays_balanced_while_a_join_works(cli: Cli) -> None:
         join_everything(cli)
     finally:
         done.set()
-        watcher.join(30)
+        watcher.join(60)
     assert codes and {n for n, _ in codes} == {0}, codes
     assert cli.lines("status", "--json")[0]["pending"]["ready"] == 400
 

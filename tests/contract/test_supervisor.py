@@ -92,7 +92,7 @@ class Supervised:
         while self.processes:
             process = self.processes.pop()
             process.kill()
-            process.wait(10)
+            process.wait(60)
             assert process.stdout
             process.stdout.close()
 
@@ -112,9 +112,8 @@ def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
     (stopped,) = supervised.children(" schedule ")
     stopped.suspend()
     process.kill()
-    process.wait(10)
-    until(lambda: not supervised.children(), "end of all children", 5)
-    assert supervised.children() == []
+    process.wait(60)
+    until(lambda: not supervised.children(), "end of all children")
 
 
 def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
@@ -124,7 +123,7 @@ def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
         "sys.platform = 'darwin'\n"
         "die_with_parent()\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -136,7 +135,7 @@ def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:
     assert process.stdout.readline() == b"ready\n"
     assert process.poll() is None
     process.stdin.close()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     process.stdout.close()
 
 
@@ -150,7 +149,7 @@ def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> No
         "another join worker",
     )
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert "join-1 ended (killed by SIGKILL); starts again in 0.5 s" in out
 
 
@@ -165,7 +164,7 @@ def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
     until(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")
     time.sleep(1.5)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in out
     assert not supervised.children()
@@ -174,7 +173,7 @@ def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
 def test_a_run_has_one_supervisor(supervised: Supervised) -> None:
     first = supervised.started()
     second = supervised.start()
-    out, _ = second.communicate(timeout=60)
+    out, _ = second.communicate(timeout=150)
     assert second.returncode == 1
     assert f"process {first.pid}" in out
     assert "supervises this run already" in out
@@ -184,9 +183,9 @@ def test_a_run_has_one_supervisor(supervised: Supervised) -> None:
 def test_the_successor_of_a_killed_supervisor_takes_over_at_once(supervised: Supervised) -> None:
     first = supervised.started()
     first.kill()
-    first.wait(10)
+    first.wait(60)
     second = supervised.start()
-    until(lambda: len(supervised.children()) == 4, "four new children", 10)
+    until(lambda: len(supervised.children()) == 4, "four new children")
     assert second.poll() is None
 
 
@@ -271,7 +270,7 @@ def test_a_child_that_refuses_its_configuration_ends_the_run_with_its_last_lines
     plugins.mkdir()
     (plugins / "mine.py").write_text("raise RuntimeError('broken on purpose')")
     process = supervised.start("--plugin-dir", str(plugins))
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "ended with exit code 2" in out
     assert "mine.py: RuntimeError: broken on purpose" in out
@@ -293,7 +292,7 @@ def test_a_trainer_that_cannot_save_ends_the_run_with_5_and_status_says_why(
     }
     supervised.config.write_text(json.dumps(config))
     process = supervised.start()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 5
     assert "trainer ended with exit code 5" in out and "step 0 is not saved after" in out
     assert main(["status", "-c", str(supervised.config)]) == 0
@@ -311,7 +310,7 @@ def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> 
     config = json.loads(supervised.config.read_text())
     supervised.config.write_text(json.dumps(config | {"continue_from_checkpoint": False}))
     process = supervised.start()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "holds a run already" in out
 

@@ -162,13 +162,13 @@ def test_large_trajectory_is_fetched_when_its_storage_is_back(feed: Feed):
     assert "cannot be read" in wait_for_blocker(feed, store.uri)
     assert feed.cuts == []
     store.start()
-    running.join(30)
+    running.join(150)
     store.stop()
     assert running.exitcode == 0
     assert len(trained_ids(feed.cuts)) == 4
 
 
-def wait_for_blocker(feed: Feed, word: str, timeout_s: float = 30) -> str:
+def wait_for_blocker(feed: Feed, word: str, timeout_s: float = 60) -> str:
     """What the trainer says it waits for, once that contains `word`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -188,8 +188,8 @@ def test_wait_without_anyone_at_work_ends_with_its_name(feed: Feed):
 
 
 def test_wait_goes_on_while_an_explorer_works(feed: Feed):
-    running = feed.start(max_read_timeout_ms=1_500, total_steps=1)
-    for _ in range(8):
+    running = feed.start(max_read_timeout_ms=4_000, total_steps=1)
+    for _ in range(10):
         beat = ev.Heartbeat(
             process="explorer-0", role="explorer", state="alive", host="h", pid=1, produced_at=1
         )
@@ -197,7 +197,7 @@ def test_wait_goes_on_while_an_explorer_works(feed: Feed):
         time.sleep(0.5)
     assert running.exitcode is None
     feed.write_groups(range(2))
-    running.join(30)
+    running.join(150)
     assert running.exitcode == 0
 
 
@@ -215,7 +215,7 @@ def test_second_trainer_waits_for_the_lease_and_names_its_holder(feed: Feed):
         feed.log.acquire(f"{TOPICS.namespace}.trainer", owner="x", ttl_ms=1, timeout_ms=0)
     other.release(lease)
     feed.write(ended(0), topic="tasks")
-    running.join(30)
+    running.join(150)
     assert running.exitcode == 0
     other.close()
 
@@ -289,7 +289,7 @@ def test_recorded_cuts_of_an_asynchronous_feed_train_the_same_weights(feed: Feed
     for i, number in enumerate((3, 1, 0, 2, 7, 5, 4, 6)):
         feed.write(*group(number, version=i // 4))
         time.sleep(0.05 * (i % 3))
-    running.join(30)
+    running.join(150)
     assert running.exitcode == 0
     digests, cuts = feed.digests, feed.cuts
     for step in range(1, 5):
@@ -354,7 +354,8 @@ def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     checkpoints.write_text("no folder")
     feed.write_groups(range(2, 6))
     assert "Not a directory" in wait_for_blocker(feed, "storage of checkpoints")
-    assert [s.step for s in feed.read("train_steps", ev.TrainStep)] == [1, 2, 3]
+    until(lambda: len(feed.read("train_steps", ev.TrainStep)) == 3, "step 3")
+    until(lambda: len(feed.read("checkpoints", ev.SaveFailed)) == 2, "what failed of it")
     failed = feed.read("checkpoints", ev.SaveFailed)
     assert [(f.step, f.kind) for f in failed] == [(2, "weights"), (3, "weights")]
     assert failed_save(feed.log, TOPICS) == failed[-1]
@@ -363,7 +364,7 @@ def test_failed_save_is_tried_again_and_training_goes_on(feed: Feed):
     until(lambda: ("main", 3) in feed.digests, "version 3")
     assert failed_save(feed.log, TOPICS) is None
     feed.write(ended(6), topic="tasks")
-    running.join(30)
+    running.join(150)
     assert running.exitcode == 0
     assert {step for _, step in feed.digests} == {0, 1, 3}
 
@@ -375,7 +376,7 @@ def test_first_checkpoint_that_cannot_be_written_fails_the_run(
     (feed.folder / "checkpoints").write_text("no folder")
     assert feed.train(max_read_timeout_ms=1_000, lora=lora) == 1
     assert [f.step for f in feed.read("checkpoints", ev.SaveFailed)] == [0]
-    assert "step 0 is not saved after 1 s" in feed.said and "Not a directory" in feed.said
+    assert "step 0 is not saved after" in feed.said and "Not a directory" in feed.said
 
 
 # --- supervised rows

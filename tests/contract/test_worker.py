@@ -101,9 +101,9 @@ def forget_positions(run: JoinRun) -> None:
     """As `offsets.retention.minutes` does, or a shell that stored them late."""
     starts = begins(run.log, *(run.topics.name(t) for t in ("trajectories", "rewards")))
     outsider = run.log.consumer(group=f"{run.topics.namespace}.join")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while outsider.committed(starts) != starts:
-        assert time.monotonic() < deadline, "a member that left keeps the group for over 30 s"
+        assert time.monotonic() < deadline, "a member that left keeps the group for over 60 s"
         with suppress(StreamrftError):
             outsider.commit(starts)
     outsider.close()
@@ -144,7 +144,7 @@ def test_deadlines_fire_on_idle_topics_at_recorded_clock_events(run):
 
 def test_without_an_open_deadline_no_clock_event_is_written(run):
     run.send(traj("g1:0:a", size=2, at=now_ms()), *group("g2"))
-    until = time.monotonic() + 2.5
+    until = time.monotonic() + 1.5
     run.drive(lambda: time.monotonic() > until, FAST)
     assert run.num("clock") == 0
 
@@ -310,7 +310,7 @@ def test_what_retention_deleted_unjoined_ends_the_worker_until_it_may_be_skipped
         from confluent_kafka import TopicPartition
 
         (deleted,) = log._cluster.admin.delete_records([TopicPartition(name, home, 2)]).values()
-        deleted.result(10)
+        deleted.result(60)
     else:
         log.alter_topic(name, settings={"retention.ms": str(hour_ms)})
     until(lambda: bool(run.send(young)) and begins(log, name)[Partition(name, home)] == 2)

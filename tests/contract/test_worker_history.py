@@ -98,8 +98,9 @@ def test_history_without_clocks_is_merged_by_event_time_and_its_end_closes_the_r
 
 def test_late_rewards_amend_the_group_for_replay_only(run):
     amending = replace(LIVE, late="amend")
-    members = [traj(f"g1:{slot}:a", size=2, at=now_ms(), reward_deadline_ms=300) for slot in (0, 1)]
-    run.send(*members, rew("g1:0:a", 1.0, at=now_ms()))
+    at = now_ms()
+    members = [traj(f"g1:{slot}:a", size=2, at=at, reward_deadline_ms=300) for slot in (0, 1)]
+    run.send(*members, rew("g1:0:a", 1.0, at=at))
     run.drive(lambda: len(run.ends()) == 2, amending)
     run.send(rew("g1:1:a", 3.0, at=now_ms()), rew("g1:0:a", 2.0, revision=1, at=now_ms()))
     run.drive(lambda: run.num("experiences") == 1 + 2 + 2, amending)

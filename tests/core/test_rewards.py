@@ -114,9 +114,10 @@ def test_verification_works_off_the_main_thread_and_from_many():
     assert found == [1.0] * 4
 
 
-def test_verification_that_does_not_end_is_stopped_and_the_next_works():
-    verifier = MathVerifier(timeout_s=0.3)
+def test_verification_that_does_not_end_is_stopped_and_the_next_works(monkeypatch):
+    verifier = MathVerifier()
     assert verifier.is_equal("x", r"\boxed{x}")
+    monkeypatch.setattr(verifier, "_timeout_s", 0.3)
     with pytest.raises(Timeout, match="math_verify on"):
         verifier.is_equal("x", r"\boxed{9^{9^{9^{9^9}}} - x}" * 50)
     assert verifier.is_equal("x", r"\boxed{x}")

@@ -369,7 +369,7 @@ def test_worker_keeps_order_and_passes_errors_on():
         assert await in_thread(max, 1, 2) == 2
         for ends in (lambda: sys.exit(3), lambda: next(iter(()))):
             with pytest.raises(RuntimeError, match="^(SystemExit: 3|StopIteration: )$"):
-                await asyncio.wait_for(in_thread(ends), 5)
+                await asyncio.wait_for(in_thread(ends), 60)
         worker.stop(1)
         return done
 

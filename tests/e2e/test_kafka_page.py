@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kafka_broker import free_port, needs_kafka_home
+from kafka_broker import needs_kafka_home
+from ports import free_port
 from shell import typed
 
 from streamrft.deploy.config.load import load

@@ -86,7 +86,7 @@ def settings(*tasksets: TasksetSettings, **fields) -> ExplorerSettings:
             "max_prompt_tokens": 64,
             "max_response_tokens": 6,
             "num_threads": 1,
-            "weights_timeout_ms": 20_000,
+            "weights_timeout_ms": 60_000,
             **fields,
         }
     )
@@ -180,5 +180,5 @@ def running(
     finally:
         until(lambda: bool(box))
         box[0].stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "did not stop"

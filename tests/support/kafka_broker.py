@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from streamrft.deploy.kafka import broker
-from streamrft.deploy.kafka.broker import free_port
 
-__all__ = ["Broker", "Cluster", "free_port", "needs_kafka_home"]
+# on a busy machine; no test waits for it in vain
+broker.START_S = 120.0
 # quick sessions, retention and compaction, so that tests need not wait for them
 QUICK = {
     "offsets.topic.num.partitions": "2",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kafka_broker import Broker
+from waiting import until
 
 IN_THE_CLEAR = {"security.protocol": "SASL_PLAINTEXT"}
 MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
@@ -52,6 +53,7 @@ def grant(broker: Broker, admin: str, user: str, rights: Iterable[Right]) -> Non
     """Let `admin` give a user rights."""
     from confluent_kafka.admin import (
         AclBinding,
+        AclBindingFilter,
         AclOperation,
         AclPermissionType,
         AdminClient,
@@ -81,4 +83,8 @@ def grant(broker: Broker, admin: str, user: str, rights: Iterable[Right]) -> Non
         }
     )
     for future in client.create_acls(bindings).values():
-        future.result(10)
+        future.result(60)
+    # the broker goes by what it has read of the metadata, a moment after it said yes
+    of_all = (ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY)
+    every = AclBindingFilter(ResourceType.ANY, None, *of_all)
+    until(lambda: set(bindings) <= set(client.describe_acls(every).result(60)), "the rights")

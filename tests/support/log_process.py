@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrft.streams.log import Consumer, Record
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Worker:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from ports import free_port
 
 from streamrft.schemas.events import Trajectory
 from streamrft.streams import blobs
@@ -18,7 +19,7 @@ class ObjectStore:
     """Serves a folder. started <-> stopped: away, connections are refused."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._port = folder, 0
+        self.folder, self._port = folder, free_port()
         self._server: ThreadingHTTPServer | None = None
         self.start()
 
@@ -31,7 +32,6 @@ class ObjectStore:
         """Answer, on the same port as before."""
         handler = partial(_Quiet, directory=str(self.folder))
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
-        self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,13 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def step_and_wait(marker: Path, learner: Learner) -> str:
-    """Train once, say so, then look after the other ranks until one is lost."""
+def step_and_wait(marker: Path, learner: Learner, limit_s: float) -> str:
+    """Train once, say so, then look after the other ranks, soon impatient, until one is lost."""
     learner.step(batches()[0], step=1)
+    learner._ranks._order_limit = timedelta(seconds=limit_s)  # type: ignore[attr-defined]
     marker.touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         learner.check_ranks()
         time.sleep(0.05)
-    raise AssertionError("no rank was lost within 60 s")
+    raise AssertionError("no rank was lost within 120 s")

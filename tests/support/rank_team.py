@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from forked import FORKED
+from ports import free_port
 
 from streamrft.consumers.learning import ranks as ranks_module
 from streamrft.consumers.learning.learner import Learner
@@ -20,12 +20,7 @@ from streamrft.consumers.trainer import follow_trainer
 
 Job = Callable[[Learner], Any]
 
-LIMIT_S = 90
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+LIMIT_S = 180
 
 
 @dataclass
@@ -59,16 +54,14 @@ class Team:
         return "\n".join(f"{f.stem}: {f.read_text()[-3000:]}" for f in files)
 
 
-def start_team(
-    size: int, settings: TrainerSettings, job: Job, folder: Path, *, order_limit_s: float = 60.0
-) -> Team:
+def start_team(size: int, settings: TrainerSettings, job: Job, folder: Path) -> Team:
     """`job` is a function of a module that can be imported, or a partial of one."""
     folder.mkdir(parents=True, exist_ok=True)
     port, result_at = free_port(), folder / "result.pt"
     processes = [
         FORKED.Process(
             target=_rank,
-            args=(rank, size, port, settings, job, result_at, order_limit_s),
+            args=(rank, size, port, settings, job, result_at),
             daemon=True,
         )
         for rank in range(size)
@@ -85,9 +78,8 @@ def _rank(
     settings: TrainerSettings,
     job: Job,
     result_at: Path,
-    order_limit_s: float,
 ) -> None:
-    ranks_module.ORDER_LIMIT_S = order_limit_s
+    ranks_module.BEAT_S = 0.5
     said = os.open(result_at.parent / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(said, 1)
     os.dup2(said, 2)

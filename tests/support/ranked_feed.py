@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import FORKED
-from rank_team import free_port
+from ports import free_port
 from training_feed import Feed
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import socket
 from typing import Any
 
 from moto.core.base_backend import BackendDict
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from moto.s3.models import s3_backends
+from ports import free_port
 from s3fs import S3FileSystem
 
 BUCKET = "checkpoints"
@@ -19,9 +19,7 @@ class S3Store:
     """started <-> stopped: away, connections are refused."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server: ThreadedMotoServer | None = None
         self._backend.create_bucket(BUCKET, "us-east-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,20 +151,29 @@ class Feed:
         for number in numbers:
             self.write(*group(number, **changes))
 
-    def start(self, *, kill_at: str = "", **changes: Any) -> Any:
-        """A trainer process; `kill_at` as STREAMRFT_KILL_AT, without its marker file."""
+    def start(self, *, kill_at: str = "", max_file_bytes: int = -1, **changes: Any) -> Any:
+        """A trainer process; `kill_at` as STREAMRFT_KILL_AT, without its marker file.
+
+        `max_file_bytes`: no file of the process may become larger, as on a disk that is full.
+        """
         marker = self.folder / "killed"
         environment = dict(self.environment)
         if kill_at:
             environment["STREAMRFT_KILL_AT"] = f"{kill_at}={marker}"
         process = FORKED.Process(
             target=_run,
-            args=(self.url, self.trainer_settings(**changes), environment, self.said_at),
+            args=(
+                self.url,
+                self.trainer_settings(**changes),
+                environment,
+                self.said_at,
+                max_file_bytes,
+            ),
         )
         process.start()
         return process
 
-    def train(self, *, timeout_s: float = 60, **changes: Any) -> int:
+    def train(self, *, timeout_s: float = 150, **changes: Any) -> int:
         """Run a trainer, as `start` does, to its end; the exit code is -9 when it was killed."""
         process = self.start(**changes)
         process.join(timeout_s)
@@ -219,11 +229,18 @@ def trained_ids(cuts: Iterable[ev.Cut]) -> list[str]:
     return [m.trajectory_id for cut in cuts for m in cut.members]
 
 
-def _run(url: str, settings: TrainerSettings, environment: dict[str, str], log_to: Path) -> None:
+def _run(
+    url: str,
+    settings: TrainerSettings,
+    environment: dict[str, str],
+    log_to: Path,
+    max_file_bytes: int,
+) -> None:
     from streamrft.consumers.trainer import run_trainer
     from streamrft.streams.process import Process
 
     os.environ.update(environment)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, resource.RLIM_INFINITY))
     logging.basicConfig(filename=log_to, level=logging.INFO)
     log = open_log(url)
     process = Process(log, TOPICS, name="trainer", role="trainer")
