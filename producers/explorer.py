@@ -218,6 +218,7 @@ class Explorer:
 
     def _publish(self, ended: list[Outcome]) -> None:
         """Trajectories first, acknowledged; then the tasks that they end."""
+        self._service.check()
         kept = []
         for outcome in ended:
             self._num_running -= 1

@@ -69,6 +69,7 @@ class EngineService:
         """What to serve; set by the explorer from its own thread before it starts a group."""
         self.loading: Checkpoint | None = None
         """What is being read from storage, so that nobody deletes it meanwhile."""
+        self._failure: EngineError | None = None
         self.num_active = 0
         """Groups being rolled out; set by the event loop."""
         self.blocker = ""
@@ -84,8 +85,14 @@ class EngineService:
         """Branch of the weights served now."""
         return self._loaded.branch if self._loaded else "main"
 
+    def check(self) -> None:
+        """Raise what broke the engine for good, whoever was told of it before and went on."""
+        if self._failure is not None:
+            raise self._failure
+
     async def chat(self) -> Chat:
         """The tokenizer and template of the served model, loaded with the first weights."""
+        self.check()
         if self._chat is None:
             await self._worker.call(self._ensure_weights, 0)
         assert self._chat is not None
@@ -173,6 +180,7 @@ class EngineService:
 
     def _ensure_weights(self, min_version: int) -> Engine:
         """Serve the newest wanted weights; go on with older ones that are new enough."""
+        self.check()
         deadline = time.monotonic() + self._settings.weights_timeout_ms / 1000
         while True:
             wanted = self.wanted
@@ -205,17 +213,29 @@ class EngineService:
         return loaded is not None and loaded.branch == wanted.branch and loaded.step >= min_version
 
     def _load(self, wanted: Checkpoint) -> None:
-        loaded = self._loaded
-        if self._engine is None:
-            self._open(wanted)
-        elif loaded is None or wanted.digest != loaded.digest:
-            _check_base(loaded, wanted)
-            self._engine.load_weights(load_state_dict(wanted), wanted.step, wanted.branch)
-        else:
-            self._engine.policy_version, self._engine.branch = wanted.step, wanted.branch
+        try:
+            if self._engine is None:
+                self._open(wanted)
+            else:
+                self._replace(self._engine, wanted)
+        except WeightsMismatch as error:
+            # waiting would not help: all that is announced after it is of that model too
+            self._failure = WeightsMismatch(
+                f"policy_version {wanted.step} on branch {wanted.branch} at {wanted.uri}: {error} "
+                "Start the explorers again, or train another model under another name."
+            )
+            raise self._failure from error
         self._loaded = wanted
         if self._stopping.is_set():
             raise Interrupted("stopped while loading weights")
+
+    def _replace(self, engine: Engine, wanted: Checkpoint) -> None:
+        loaded = self._loaded
+        if loaded is None or wanted.digest != loaded.digest:
+            _check_base(loaded, wanted)
+            engine.load_weights(load_state_dict(wanted), wanted.step, wanted.branch)
+        else:
+            engine.policy_version, engine.branch = wanted.step, wanted.branch
 
     def _open(self, wanted: Checkpoint) -> None:
         try:
@@ -253,10 +273,7 @@ def _check_base(loaded: Checkpoint | None, wanted: Checkpoint) -> None:
             else "a whole model"
             for c in (wanted, loaded)
         ]
-        raise WeightsMismatch(
-            f"policy_version {wanted.step} on branch {wanted.branch} is {words[0]}, served is "
-            f"{words[1]}. Start the explorers again, or train another model under another name."
-        )
+        raise WeightsMismatch(f"is {words[0]}, served is {words[1]}.")
 
 
 def _preload() -> None:

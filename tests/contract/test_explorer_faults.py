@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,10 @@ from explorer_run import (
     trajectories,
     uncommitted,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 from waiting import until
 
+from streamrft.producers.engines.engine import WeightsMismatch
 from streamrft.producers.explorer import AllFailed
 from streamrft.schemas.errors import ConfigError, LogUnavailable, Timeout
 from streamrft.streams.log import Log, open_log, topic_specs
@@ -61,6 +64,30 @@ def test_broken_weights_leave_the_old_version_serving(url, log, tmp_path, tiny_m
         say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 2))
         until(lambda: uncommitted(log) == 0)
     assert {t.number: t.max_policy_version for t in trajectories(log)} == {0: 0, 1: 0, 2: 2}
+
+
+def test_weights_of_another_model_end_the_explorer_whatever_workflows_make_of_them(
+    url, log, tmp_path, tiny_model_dir
+):
+    other = Path(shutil.copytree(tiny_model_dir, tmp_path / "other"))
+    config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 0))
+    say(log, "tasks", task(0))
+    with running(url, settings(max_retry_times=0)) as errors:
+        until(lambda: uncommitted(log) == 0)
+        wrong = checkpoint(other, tmp_path / "c", 1)
+        say(log, "checkpoints", wrong)
+        row = {"prompt": "1+1", "fault": "swallow"}
+        say(log, "tasks", *(task(i, 1, row, workflow="faulty") for i in (1, 2)))
+        until(lambda: bool(errors))
+    assert isinstance(errors[0], WeightsMismatch)
+    assert f"policy_version 1 on branch main at {wrong.uri}: " in str(errors[0])
+    assert "Start the explorers again" in str(errors[0])
+    assert {t.number for t in trajectories(log)} == {0} and uncommitted(log) == 2
+    with running(url, settings(), "explorer-1"):
+        until(lambda: uncommitted(log) == 0)
+    assert [t.number for t in trajectories(log) if not t.is_failed] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ class Faulty(SimpleWorkflow):
             raise OSError("the environment is away")
         if fault == "hang":
             await asyncio.sleep(60)
+        if fault == "swallow":
+            try:
+                return await super().run(group)
+            except Exception as error:
+                return [Rollout.failed(str(error))] * len(group.slots)
         made = await super().run(group)
         if fault == "slot":
             made[0] = Rollout.failed("slot 0 broke")
