@@ -11,7 +11,7 @@ from types import TracebackType
 
 from ..schemas.errors import Fenced, LogError
 from ..streams.log import Lease
-from ..streams.process import Process
+from ..streams.process import Process, until_answered
 
 logger = logging.getLogger("streamrft")
 
@@ -38,12 +38,17 @@ class LeaseKeeper:
             raise self._lost
 
     def prove(self) -> None:
-        """Ask the log itself; raises Fenced when a successor holds the role."""
+        """Ask the log itself, waiting for its answer; for the owner's thread.
+
+        Raises:
+            Fenced: a successor holds the role. LogUnavailable: no answer came within 5 minutes.
+        """
         self.check()
-        self._log.renew(self.lease)
+        with self.waiting():
+            until_answered(lambda: self._log.renew(self.lease), self.say)
 
     def prove_apart(self) -> None:
-        """As `prove`, from another thread than the owner's: over a connection of its own."""
+        """As `prove`, from another thread than the owner's: over a connection of its own, once."""
         self.check()
         log = self._log.reopen()
         try:

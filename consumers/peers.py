@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 
+from ..schemas.errors import LogUnavailable
 from ..schemas.events import Heartbeat
 from ..schemas.topics import Topics
-from ..streams.log import Log, Partition
+from ..streams.log import Log, Partition, Record
 from ..streams.reading import event_in
+
+logger = logging.getLogger("streamrft")
 
 FEEDING_ROLES = frozenset({"scheduler", "explorer", "join"})
 FRESH_S = 10.0
@@ -22,13 +27,25 @@ class Peers:
         self._consumer = log.consumer()
         self._consumer.assign(log.end_offsets(partitions))
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
+        self._is_answered = True
 
     def look(self) -> None:
-        """Read the heartbeats that came."""
-        for record in self._consumer.poll(500):
+        """Read the heartbeats that came; while the log is away those from before are known."""
+        for record in self._polled():
             beat = event_in(record, Heartbeat)
             if beat is not None and beat.role in FEEDING_ROLES:
                 self._beats[beat.process] = time.monotonic(), beat
+
+    def _polled(self) -> Sequence[Record]:
+        was_answered, self._is_answered = self._is_answered, False
+        try:
+            records = self._consumer.poll(500)
+        except LogUnavailable as error:
+            if was_answered:
+                logger.warning("heartbeats of others are not read: %s", error)
+            return ()
+        self._is_answered = True
+        return records
 
     def is_anyone_working(self) -> bool:
         """Whether one of them said within 10 s that it works, not that it waits or ended."""

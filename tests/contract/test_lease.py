@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from topic_events import events_on
 from training_feed import TOPICS
 from waiting import until
 
 from streamrft.consumers.lease import LeaseKeeper
 from streamrft.schemas import codec
-from streamrft.schemas.errors import Fenced, Timeout
+from streamrft.schemas.errors import Fenced, LogUnavailable, Timeout
 from streamrft.schemas.events import Heartbeat
 from streamrft.streams.log import Partition, open_log, topic_specs
 from streamrft.streams.process import Process
@@ -69,6 +70,23 @@ def test_lost_lease_is_known_before_the_next_write(log):
             until(kept.check, "that the keeper found it lost")
     with pytest.raises(Timeout):
         log.acquire("trainer", owner="third", ttl_ms=TTL_MS, timeout_ms=0)
+
+
+def test_proof_waits_for_a_log_that_is_away_and_says_so(log, monkeypatch: pytest.MonkeyPatch):
+    for name in ("BEAT_INTERVAL_S", "_RETRY_S"):
+        monkeypatch.setattr(f"streamrft.streams.process.{name}", 0.0)
+    renew, away = log.renew, [LogUnavailable("no broker answers")] * 3
+
+    def renew_later(lease) -> None:
+        if away:
+            raise away.pop()
+        renew(lease)
+
+    with keeper(log) as kept, kept.working():
+        monkeypatch.setattr(log, "renew", renew_later)
+        kept.prove()
+    beats = events_on(log, TOPICS, "heartbeats", Heartbeat)
+    assert not away and {b.waiting_for for b in beats} == {"", "the log: no broker answers"}
 
 
 def test_busy_owner_is_seen_alive(log):

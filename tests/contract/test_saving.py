@@ -26,7 +26,7 @@ from streamrft.consumers.settings import AlgorithmSettings, TrainerSettings
 from streamrft.consumers.states import OPTIMIZER_FILE, ShardedStates, States, states_of
 from streamrft.deploy.handover import failed_save
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import ConfigError, Fenced
+from streamrft.schemas.errors import ConfigError, Fenced, LogUnavailable
 from streamrft.streams.process import Process
 
 NUM_GROUPS = 6
@@ -304,16 +304,29 @@ def _beat(loading: float) -> ev.Heartbeat:
     )
 
 
-def test_word_of_an_explorer_is_taken_until_it_loads_no_more(tmp_path: Path, tiny_model_dir: Path):
+def test_word_of_an_explorer_is_taken_until_it_loads_no_more(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
     feed = Feed(tmp_path, tiny_model_dir)
     peers = Peers(feed.log, TOPICS)
     assert peers.loading() == set()
     feed.write(_beat(loading=7), topic="heartbeats")
     until(lambda: peers.loading() == {7}, "the heartbeat")
+    with monkeypatch.context() as away:
+        away.setattr(peers._consumer, "poll", unanswered)
+        assert peers.loading() == peers.loading() == {7}, "nobody said otherwise"
+    assert caplog.text.count("heartbeats of others are not read: no broker") == 1
     feed.write(ev.Heartbeat(**{**_fields(_beat(7)), "metrics": {}}), topic="heartbeats")
     until(lambda: peers.loading() == set(), "the next one")
     peers.close()
     feed.close()
+
+
+def unanswered(*_: object) -> None:
+    raise LogUnavailable("no broker answers")
 
 
 def _fields(beat: ev.Heartbeat) -> dict[str, object]:
