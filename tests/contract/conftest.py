@@ -25,12 +25,29 @@ ADAPTERS_OF = {
 
 # what Faust's shell does by itself; the operators are the same, so the rest runs with `make faults`
 OF_FAUST = (
+    "test_every_kind_of_poison_in_one_batch_is_set_aside_and_neighbours_go_on",
+    "test_random_bytes_stop_nothing",
+    "test_records_without_a_key_count_by_what_they_say",
+    "test_giant_records_of_others_are_left_where_they_lie",
+    "test_a_store_that_is_away_holds_its_partition_by_name_until_it_is_back",
     "test_a_restarted_worker_goes_on_with_open_groups",
     "test_a_reward_on_another_partition_is_sent_on",
     "test_deadlines_fire_on_idle_topics_at_recorded_clock_events",
     "test_a_run_over_recorded_clocks_closes_what_was_closed_live",
 )
 
+
+# what a command does with records, wherever they come from: on Kafka with `make faults`
+OF_THE_COMMAND = (
+    "test_letters_are_chosen_by_topic_reader_time_and_reason",
+    "test_show_has_every_byte_and_the_fields_before_the_break",
+    "test_show_raw_gives_the_bytes_alone",
+    "test_without_letters_the_list_is_empty_and_a_replay_sends_nothing",
+    "test_records_of_a_newer_schema_come_back_after_the_upgrade",
+    "test_a_trajectory_whose_id_was_read_has_its_end_and_is_not_sent_again",
+    "test_nothing_is_sent_of_a_record_without_value_or_of_a_topic_that_goes_by_order",
+    "test_what_was_replayed_is_sent_again_only_when_told",
+)
 
 # no member is taken for gone because the machine was busy for a while
 PATIENT_MS = 30_000
@@ -101,8 +118,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         module = metafunc.module.__name__.rpartition(".")[2]
         adapters = ADAPTERS_OF.get(module, ADAPTERS)
-        is_quick = module == "test_worker_poison" or metafunc.function.__name__ in OF_FAUST
-        marks = {"kafka-faust": () if is_quick else (pytest.mark.slow,)}
+        marks: dict[str, Any] = {}
+        if metafunc.function.__name__ not in OF_FAUST:
+            marks["kafka-faust"] = (pytest.mark.slow,)
+        if metafunc.function.__name__ in OF_THE_COMMAND:
+            marks["kafka"] = (pytest.mark.slow,)
         params = [pytest.param(a, marks=marks.get(a, ())) for a in adapters]
         metafunc.parametrize("place", params, indirect=True)
 

@@ -7,16 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from kafka_broker import Broker, needs_kafka_home
 from ports import free_port
+from waiting import until
 
 from streamrft.deploy.kafka import broker, serve
-from streamrft.deploy.kafka.broker import BrokerFailed
+from streamrft.deploy.kafka.broker import STOP_S, BrokerFailed
 
 ROOT = Path(__file__).parents[2]
 TELL = '#!/bin/sh\necho "$0 $@ PORT=$KAFKA_PORT KEY=$S3_ACCESS_KEY" >> {told}\n{then}\n'
@@ -171,12 +171,11 @@ DEAF = """\
 import pathlib, re, signal, socket, sys, time
 if "kafka.Kafka" not in sys.argv:
     sys.exit()
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 port = re.search(r"listeners=PLAINTEXT://127.0.0.1:(\\d+)", pathlib.Path(sys.argv[-1]).read_text())
 server = socket.create_server(("127.0.0.1", int(port[1])))
 print("Kafka Server started", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -197,10 +196,10 @@ def test_a_second_ctrl_c_leaves_no_broker_that_does_not_end(bare, tmp_path):
     assert process.stdout and "Kafka runs at" in process.stdout.readline()
     (broker,) = psutil.Process(process.pid).children()
     try:
-        for _ in range(2):
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
-        assert process.wait(10) == 0
+        process.send_signal(signal.SIGINT)
+        until(lambda: "asked to end" in (bare.folder / "broker.log").read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_S - 2) == 0
         assert not broker.is_running()
     finally:
         broker.kill() if broker.is_running() else None

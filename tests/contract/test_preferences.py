@@ -40,17 +40,18 @@ def metrics(feed: Feed) -> list[dict[str, float]]:
     return [dict(s.metrics) for s in feed.read("train_steps", ev.TrainStep)]
 
 
-@pytest.mark.parametrize("kill_at", ["trainer.cut_published@2", "trainer.step_done@1"])
-def test_pairs_of_a_cut_are_trained_again_with_the_same_weights(feed_at, kill_at: str):
-    quiet, killed = feed_at("quiet", algorithm_type="dpo"), feed_at("killed", algorithm_type="dpo")
-    for feed in (quiet, killed):
+def test_pairs_of_a_cut_are_trained_again_with_the_same_weights(feed_at):
+    points = ("trainer.cut_published@2", "trainer.step_done@1")
+    quiet, *killed = (feed_at(name, algorithm_type="dpo") for name in ("quiet", *points))
+    for feed in (quiet, *killed):
         write_six(feed)
     assert quiet.train() == 0
-    assert killed.train(kill_at=kill_at) == -9
-    assert killed.train() == 0
-    assert killed.digests == quiet.digests
-    assert trained_ids(killed.cuts) == trained_ids(quiet.cuts) and len(quiet.cuts) == 3
-    for feed in (quiet, killed):
+    for point, feed in zip(points, killed, strict=True):
+        assert feed.train(kill_at=point) == -9
+        assert feed.train() == 0
+        assert feed.digests == quiet.digests, point
+        assert trained_ids(feed.cuts) == trained_ids(quiet.cuts) and len(quiet.cuts) == 3
+    for feed in (quiet, *killed):
         drops = feed.read("drops", ev.Drop)
         assert sorted(d.trajectory_id for d in drops) == ["rows.2:0:a", "rows.2:1:a"]
         assert {(d.reason, d.detail) for d in drops} == {

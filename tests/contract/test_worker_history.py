@@ -51,7 +51,7 @@ def results(run: JoinRun) -> tuple[Counter, Counter]:
 
 def test_a_run_over_recorded_clocks_closes_what_was_closed_live(run, log, place):
     rng = random.Random(1)
-    for wave in range(3):
+    for wave in range(2):
         names = [f"w{wave}.{g}" for g in range(8)]
         for name in names:
             deadline = rng.choice((200, 900, None))
@@ -68,7 +68,7 @@ def test_a_run_over_recorded_clocks_closes_what_was_closed_live(run, log, place)
                     run.send(rew(t.trajectory_id, rng.random(), at=now_ms()))
         before = run.counters().get("groups", 0)
         run.drive(lambda before=before: run.counters().get("groups", 0) >= before + 5, LIVE)
-    assert run.counters()["groups"] > 10
+    assert run.counters()["groups"] >= 10
     again = JoinRun(log, namespace=place.name("again"), engine=place.engine)
     again.send_raw("clock", b"no clock", partition=0)
     copy(run, again, "trajectories", "rewards", "clock")
