@@ -64,14 +64,15 @@ def test_a_trainer_of_two_ranks_loses_one_and_reaches_its_goal(
     texts.write_text("".join(json.dumps({"text": f"{i}+2={i + 2}"}) + "\n" for i in range(9)))
     rows = {"storage_type": "file", "path": str(texts), "format": {"prompt_key": "text"}}
     buffer = {"train_batch_size": 4, "trainer_input": {"experience_buffer": rows}}
-    trainer = {"num_ranks": 2, "save_interval": 2}
+    trainer = {"num_ranks": 2, "save_interval": 20}
     algorithm = {"algorithm_type": "cpt", "kl_loss_fn": None}
     config = {"mode": "train", "algorithm": algorithm, "buffer": buffer}
     run = small_run({**config, "trainer": trainer}, steps=40)
-    process = run.start()
+    process = run.start(hold_at="trainer.step_done@40")
     run.wait_for(lambda: len(run.children("rank-1")) > 0 and metrics_of(run), "step of two ranks")
     run.children("rank-1")[0].kill()
-    assert process.wait(120) == 0, run.output()
+    run.let_go()
+    assert process.wait(480) == 0, run.output()
     assert "trainer ended" in run.output() and "ranks are not together" in run.output()
     losses = [m["actor/pg_loss"] for m in metrics_of(run)]
     assert len(losses) == 40 and losses[-1] < 0.8 * losses[0]
@@ -116,7 +117,7 @@ def test_a_run_that_cannot_save_says_so_by_its_exit_code_and_in_status(
     algorithm = {"algorithm_type": "cpt", "kl_loss_fn": None}
     config = {"mode": "train", "algorithm": algorithm, "buffer": buffer}
     run = small_run({**config, "storage": {"uri": str(gone)}}, steps=2)
-    assert run.start().wait(60) == 5, run.output()
+    assert run.start().wait(180) == 5, run.output()
     assert "step 0 is not saved after 1 s" in run.output()
     status = json.loads(run.tool("status", "--json").stdout)
     failed = status["save_failed"]
@@ -124,5 +125,7 @@ def test_a_run_that_cannot_save_says_so_by_its_exit_code_and_in_status(
     told = run.tool("status").stdout
     assert "not saved" in told and "full of step 0 since" in told
     gone.unlink()
+    rows["max_read_timeout"] = 60
+    run.write()
     run.finish()
     assert json.loads(run.tool("status", "--json").stdout)["save_failed"] is None

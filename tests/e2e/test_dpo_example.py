@@ -25,7 +25,7 @@ def test_the_page_trains_a_policy_that_prefers_what_was_chosen(tmp_path: Path) -
         program, *words = line.split()
         done = subprocess.run(
             [*python[program], *words], cwd=tmp_path, capture_output=True, text=True,
-            timeout=240, check=False, env=environment,
+            timeout=480, check=False, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     step = json.loads(done.stdout)

@@ -49,7 +49,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         yield said
     finally:
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(40)
+        process.wait(120)
         process.stdout.close()
 
 

@@ -23,7 +23,7 @@ def embedded_digest(tmp_path_factory, tiny_model_dir):
     return run.final_digest()
 
 
-@pytest.fixture(params=["faust", "native"])
+@pytest.fixture(params=["faust", pytest.param("native", marks=pytest.mark.slow)])
 def on(request):
     """What a run on Kafka has different; its name is new, since runs share the broker."""
 
@@ -58,10 +58,11 @@ def test_killed_run_on_kafka_gives_the_weights_of_a_quiet_one(
 @pytest.mark.slow
 def test_run_goes_on_over_a_killed_broker(small_run, embedded_digest, broker, on):
     run = small_run(on(broker.url))
-    process = run.start()
-    run.wait_for(lambda: run.cuts(), "first cut", 120)
+    process = run.start(hold_at="trainer.step_done@4")
+    run.wait_for(lambda: run.cuts(), "first cut")
     broker.kill()
     broker.start()
-    assert process.wait(120) == 0, run.output()
+    run.let_go()
+    assert process.wait(480) == 0, run.output()
     run.check_whole()
     assert run.final_digest() == embedded_digest

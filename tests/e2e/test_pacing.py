@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ from small_run import SmallRun
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
-from streamrft.streams.log import Partition, open_log
+from streamrft.streams.log import open_log
+from streamrft.streams.reading import begins
 
 Make = Callable[..., SmallRun]
 ASYNC: dict[str, Any] = {
@@ -70,6 +70,7 @@ def test_the_last_short_batch_trains_while_half_is_filtered(small_run: Make) -> 
 
 def test_rewards_slower_than_the_window_do_not_halt_the_run(small_run: Make) -> None:
     over = {
+        "deterministic": False,  # which would train in the order of publication
         "rewards": {"human": {"weight": 1.0, "max_staleness": None}},
         "synchronizer": {"reward_wait": "500ms", "max_open_groups": 100},
     }
@@ -88,19 +89,22 @@ def test_rewards_slower_than_the_window_do_not_halt_the_run(small_run: Make) -> 
 
 
 def score_every_other_group_late(run: SmallRun, stop: threading.Event) -> None:
-    """An external reward producer: half of the groups at once, the others after 3 s."""
+    """An external reward producer: half of the groups at once, the others after the next cut."""
     run.wait_for(lambda: bool(run.records("trajectories")), "trajectory")
     log = open_log(f"sqlite:///{run.job / 'log.db'}")
     producer, consumer = log.producer(), log.consumer()
-    topic = run.topics.name("trajectories")
-    consumer.assign({Partition(topic, p): 0 for p in range(run.topics.partitions("trajectories"))})
-    waiting: list[tuple[float, ev.Trajectory]] = []
+    consumer.assign(begins(log, *(run.topics.name(t) for t in ("trajectories", "train_steps"))))
+    waiting: list[ev.Trajectory] = []
+    last_cut = 0
     while not stop.is_set():
         for record in consumer.poll(500, 50):
-            found = codec.decode(record.value or b"", ev.Trajectory)
-            waiting.append((time.monotonic() + 3.0 * (found.number % 2), found))
-        due = [t for at, t in waiting if at <= time.monotonic()]
-        waiting = [(at, t) for at, t in waiting if at > time.monotonic()]
+            found = codec.decode(record.value or b"", ev.Trajectory, ev.Cut, ev.TrainStep)
+            if isinstance(found, ev.Trajectory):
+                waiting.append(found)
+            else:
+                last_cut = max(last_cut, found.step)
+        due = [t for t in waiting if t.number % 2 == 0 or t.min_policy_version < last_cut]
+        waiting = [t for t in waiting if t not in due]
         for t in due:
             reward = ev.Reward(
                 event_id=f"human-{t.trajectory_id}",

@@ -29,7 +29,7 @@ def call(tmp_path_factory: pytest.TempPathFactory):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=480,
             check=False,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,12 +79,11 @@ def test_stages_hand_their_weights_on_and_a_kill_in_each_goes_on_in_that_stage(
     """The trainer of the first stage, and then everything in the second and in the third."""
     run = trinity("stages")
     for stage in STAGES[1:]:
-        process = run.start(STREAMRFT_KILL_AT=f"trainer.step_done@2={run.folder / 'killed'}")
         run.stage = stage
-        run.wait_for(lambda: run.events("train_steps", ev.TrainStep), f"step of {stage}", 150)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-        run.wait_for(lambda: not run.children(), "end of the children")
+        kill_at = f"trainer.step_done@2={run.folder / 'killed'}"
+        process = run.start(hold_at="trainer.step_done@3", STREAMRFT_KILL_AT=kill_at)
+        run.wait_for(lambda: run.events("train_steps", ev.TrainStep), f"step of {stage}", 480)
+        run.kill_supervisor(process)
     run.finish()
     assert (run.folder / "killed").exists()
     before = ""

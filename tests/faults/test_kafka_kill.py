@@ -55,7 +55,7 @@ def test_paused_holder_of_a_role_cannot_publish_after_its_successor(kafka_url, l
         paused.say()
         assert paused.hear("flushed") and paused.hear("transacted")
         paused.stop()
-        lease = log.acquire(role, owner="successor", ttl_ms=60_000, timeout_ms=20_000)
+        lease = log.acquire(role, owner="successor", ttl_ms=60_000, timeout_ms=60_000)
         assert lease.epoch > epoch
         producer = log.producer(fence=lease)
         producer.send(topic, b"successor")
@@ -77,7 +77,7 @@ def test_holder_that_passed_its_check_before_the_pause_is_fenced_by_the_broker(l
     other = log.reopen()
     lease = log.acquire(role, owner="old", ttl_ms=200, timeout_ms=0)
     writer = log._roles.writer(lease)  # beyond the check of the lease
-    other.acquire(role, owner="new", ttl_ms=60_000, timeout_ms=20_000)
+    other.acquire(role, owner="new", ttl_ms=60_000, timeout_ms=60_000)
     with pytest.raises(Fenced):
         writer.write([Outgoing(partitions[0].topic, 0, None, b"late", [], 1)])
     assert values_of(other, partitions) == []
@@ -170,7 +170,7 @@ def copy_under_faults(url, log, prefix, protocol, *, broker=None, seed=0, rounds
 def test_acknowledged_records_survive_a_killed_broker_and_processes_go_on(broker, tmp_path):
     log = open_log(broker.url, LIMITS)
     partitions = create(log, "run.topic")
-    lease = log.acquire("run.trainer", owner="me", ttl_ms=60_000, timeout_ms=5_000)
+    lease = log.acquire("run.trainer", owner="me", ttl_ms=60_000, timeout_ms=60_000)
     fenced = log.producer(fence=lease)
     reader = log.consumer()
     reader.assign(dict.fromkeys(partitions, 0))
@@ -197,7 +197,7 @@ def test_acknowledged_records_survive_a_killed_broker_and_processes_go_on(broker
 
 
 def flush_when_it_is_back(producer):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             producer.flush()

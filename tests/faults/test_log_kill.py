@@ -40,7 +40,9 @@ def everything(log):
 
 
 def acknowledged(side_file: Path):
-    """Whole lines of the side file; the writer may have died within the last."""
+    """Whole lines of the side file, if it is there; the writer may have died within the last."""
+    if not side_file.exists():
+        return []
     lines = side_file.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -54,11 +56,10 @@ def test_acknowledged_records_survive_writers_killed_at_random_times(url, log, t
             Worker(url, SESSION_MS, "writer", "topic", f"{i}", str(sides[i])) for i in (n, n + 1)
         ]
         with pair[0] as one, pair[1] as other:
-            one.hear("ready")
-            other.hear("ready")
-            time.sleep(randomness.uniform(0.0, 0.3))
+            wait_for(lambda at=n: all(len(acknowledged(s)) > 20 for s in sides[at : at + 2]))
+            time.sleep(randomness.uniform(0.0, 0.1))
             one.kill()
-            time.sleep(randomness.uniform(0.0, 0.2))
+            time.sleep(randomness.uniform(0.0, 0.1))
             other.kill()
     found = {(r.partition, r.offset): r for r in everything(log)}
     num_acknowledged = 0
@@ -68,7 +69,7 @@ def test_acknowledged_records_survive_writers_killed_at_random_times(url, log, t
             assert record.key == text.encode() and record.topic == topic
             assert (record.value or b"").startswith(text.encode())
             num_acknowledged += 1
-    assert num_acknowledged > 100
+    assert num_acknowledged > 6 * 20
     keys = [r.key for r in found.values()]
     assert len(set(keys)) == len(keys)
 
@@ -80,7 +81,7 @@ def test_log_goes_on_after_a_writer_was_killed(url, log, tmp_path):
         writer.kill()
     producer = log.producer()
     producer.send("topic", b"after", key=b"after")
-    (position,) = producer.flush(timeout_ms=5_000)
+    (position,) = producer.flush(timeout_ms=60_000)
     assert log.read_at([position])[0].value == b"after"
     assert everything(log)
 
@@ -123,7 +124,7 @@ def test_member_killed_holding_records_leaves_them_to_its_successor_at_once(url,
         killed.kill()
         successor = slow.consumer(group="group", member="successor")
         successor.subscribe(["topic"])
-        assert [r.value for r in read(successor, 1, timeout_s=10)] == [b"v"]
+        assert [r.value for r in read(successor, 1, timeout_s=60)] == [b"v"]
     slow.close()
 
 
@@ -133,7 +134,7 @@ def test_paused_holder_of_a_role_cannot_publish_after_its_successor(url, log):
         paused.say()
         assert paused.hear("flushed") and paused.hear("transacted")
         paused.stop()
-        lease = log.acquire("trainer", owner="successor", ttl_ms=60_000, timeout_ms=20_000)
+        lease = log.acquire("trainer", owner="successor", ttl_ms=60_000, timeout_ms=60_000)
         assert lease.epoch > epoch
         producer = log.producer(fence=lease)
         producer.send("topic", b"successor")

@@ -36,7 +36,7 @@ def new_feed(folder: Path, model: Path, store: S3Store | None = None, **settings
 def quiet(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> RankedFeed:
     """Two ranks, never disturbed, that wait for each save."""
     feed = new_feed(tmp_path_factory.mktemp("quiet"), tiny_model_dir)
-    assert feed.train(timeout_s=100) == 0, feed.said
+    assert feed.train() == 0, feed.said
     return feed
 
 
@@ -65,9 +65,9 @@ KILLS = [
 
 
 def kill_and_go_on(feed: RankedFeed, quiet: RankedFeed, point: str, code: int) -> None:
-    assert feed.train(kill_at=point, timeout_s=100) == code, feed.said
+    assert feed.train(kill_at=point) == code, feed.said
     assert (feed.folder / "killed").exists()
-    assert feed.train(timeout_s=100) == 0, feed.said
+    assert feed.train() == 0, feed.said
     assert_whole(feed, quiet)
 
 
@@ -99,7 +99,7 @@ def test_copies_for_explorers_go_where_no_hugging_face_model_is_kept(
     tmp_path: Path, tiny_model_dir: Path
 ):
     feed = new_feed(tmp_path, tiny_model_dir, save_hf_checkpoint="never")
-    assert feed.train(timeout_s=100) == 0, feed.said
+    assert feed.train() == 0, feed.said
     store = CheckpointStore(feed.trainer_settings().checkpoint_uri, "main")
     full = [s for s in store.scan() if s.manifest.kind == "full"]
     assert {s.manifest.step for s in full} == {0, 1, 2, 3, 4}

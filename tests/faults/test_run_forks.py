@@ -152,7 +152,7 @@ def test_an_asynchronous_run_equals_a_training_from_its_own_cuts(asynchronous: S
         for folder in run.job.glob("global_step_*"):
             if folder.name != "global_step_0":
                 shutil.rmtree(folder)
-        again = run.tool("train", timeout_s=120)
+        again = run.tool("train")
         assert again.returncode == 0, again.stderr
         manifest = json.loads((run.job / "global_step_7" / "manifest.json").read_text())
         assert manifest["digest"] == announced

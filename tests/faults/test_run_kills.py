@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,37 +108,22 @@ def test_a_killed_run_ends_whole_with_the_weights_of_a_quiet_run(
 def kill_roles(run: SmallRun, roles: tuple[str, ...], chance: random.Random) -> None:
     """SIGKILL to one role after the other, each after another cut; then the run ends with 0.
 
-    A step takes most of a second, so that none is over before the kill.
+    A step takes most of a second, and the last does not begin before the kills.
     """
-    process = run.start(PARITY_S="0.05")
+    how = {"hold_at": f"trainer.step_done@{STEPS - 1}", "PARITY_S": "0.05"}
+    process = run.start(**how)
     for num_cuts, role in enumerate(roles, 1):
         await_cuts(run, num_cuts)
         time.sleep(chance.uniform(0, 0.5))
         if role == "supervisor":
-            kill_supervisor(run, process)
-            process = run.start()
-            continue
-        kill_role(run, role, process)
-    assert process.wait(180) == 0, run.output()
-
-
-def kill_role(run: SmallRun, role: str, process: subprocess.Popen[str]) -> None:
-    """All of its processes; after the kill of a supervisor they may not be started yet."""
-    word = f" {role} "
-    run.wait_for(lambda: run.children(word) or process.poll() is not None, role)
-    children = run.children(word)
-    assert children, f"no {role} is left to be killed\n{run.output()}"
-    for child in children:
-        child.kill()
+            run.kill_supervisor(process)
+            process = run.start(**how)
+        else:
+            for child in run.living(role, process):
+                child.kill()
+    run.let_go()
+    assert process.wait(480) == 0, run.output()
 
 
 def await_cuts(run: SmallRun, num_cuts: int) -> None:
-    run.wait_for(lambda: len(run.cuts()) >= num_cuts, f"cut {num_cuts}", 120)
-
-
-def kill_supervisor(run: SmallRun, process: subprocess.Popen[str]) -> None:
-    """None of its children outlives it."""
-    assert process.poll() is None, f"the run was over before\n{run.output()}"
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    run.wait_for(lambda: not run.children(), "end of the children", 10)
+    run.wait_for(lambda: len(run.cuts()) >= num_cuts, f"cut {num_cuts}")

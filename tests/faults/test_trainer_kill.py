@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +50,8 @@ CASES = (
     Case("checkpoint.manifest_written", 4),
     Case("checkpoint.committed", 4),
 )
+# every case once, in three runs; each kill comes after the resume from the one before it
+CHAINS = (CASES[0::3], CASES[1::3], CASES[2::3])
 
 
 def new_feed(folder: Path, model: Path, **settings: object) -> Feed:
@@ -70,6 +75,19 @@ def assert_same_run(feed: Feed, quiet: Feed) -> None:
     assert not list((feed.folder / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda c: f"{c[0].point}@{c[0].step} and on")
+def test_trainer_killed_again_and_again_ends_with_the_weights_of_a_quiet_one(
+    chain: tuple[Case, ...], quiet: Feed, tmp_path: Path, tiny_model_dir: Path
+):
+    feed = new_feed(tmp_path, tiny_model_dir)
+    for case in chain:
+        assert feed.train(kill_at=f"{case.point}@{case.step}") == SIGKILLED, case
+        (tmp_path / "killed").unlink()
+    assert feed.train() == 0
+    assert_same_run(feed, quiet)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.point}@{c.step}")
 def test_killed_trainer_ends_with_the_weights_of_a_quiet_one(
     case: Case, quiet: Feed, tmp_path: Path, tiny_model_dir: Path
@@ -91,6 +109,17 @@ def test_trainer_killed_in_every_step_still_ends_like_a_quiet_one(
     assert_same_run(feed, quiet)
 
 
+@contextmanager
+def writing_nothing(log: Path) -> Iterator[None]:
+    """Nobody writes inside: a process that is stopped there does not keep the lock of the file."""
+    connection = sqlite3.connect(log, timeout=60, isolation_level=None)
+    connection.execute("begin immediate")
+    try:
+        yield
+    finally:
+        connection.close()
+
+
 def test_paused_trainer_publishes_nothing_after_its_successor(
     quiet: Feed, tmp_path: Path, tiny_model_dir: Path
 ):
@@ -99,7 +128,8 @@ def test_paused_trainer_publishes_nothing_after_its_successor(
     paused = feed.start()
     until(lambda: ("main", 2) in feed.digests, "a checkpoint of step 2")
     assert paused.pid is not None
-    os.kill(paused.pid, signal.SIGSTOP)
+    with writing_nothing(feed.folder / "log.db"):
+        os.kill(paused.pid, signal.SIGSTOP)
     try:
         feed.write_groups(range(5, NUM_GROUPS))
         feed.write(ended(NUM_GROUPS), topic="tasks")
@@ -107,7 +137,7 @@ def test_paused_trainer_publishes_nothing_after_its_successor(
         before = feed.read("train_steps", ev.Cut, ev.TrainStep), feed.read("checkpoints", ev.Event)
     finally:
         os.kill(paused.pid, signal.SIGCONT)
-        paused.join(20)
+        paused.join(180)
     assert paused.exitcode == 1, "the old trainer must fail by its lease"
     after = feed.read("train_steps", ev.Cut, ev.TrainStep), feed.read("checkpoints", ev.Event)
     assert after == before
@@ -120,7 +150,7 @@ def test_stopped_trainer_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, tiny_
     running = feed.start()
     until(lambda: ("main", 2) in feed.digests, "a checkpoint of step 2")
     running.terminate()
-    running.join(20)
+    running.join(180)
     assert running.exitcode == 0
     newest = feed.read("checkpoints", ev.Checkpoint)[-1]
     assert (newest.step, newest.kind) == (2, "full")

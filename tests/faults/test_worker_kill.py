@@ -25,7 +25,15 @@ Event = ev.Trajectory | ev.Reward
 SETTINGS: dict[str, int] = dict(batch_records=20, grace_ms=0)
 
 
-ON_KAFKA = ["sqlite", "kafka-faust", pytest.param("kafka-native", marks=pytest.mark.slow)]
+slow = pytest.mark.slow
+ON_KAFKA = ["sqlite", "kafka-faust", pytest.param("kafka-native", marks=slow)]
+POINTS = ("join.before_commit", "join.committed")
+AROUND = [
+    *(("sqlite", point) for point in POINTS),
+    ("kafka-faust", POINTS[0]),
+    pytest.param("kafka-faust", POINTS[1], marks=slow),
+    *(pytest.param("kafka-native", point, marks=slow) for point in POINTS),
+]
 
 
 @pytest.fixture
@@ -76,22 +84,18 @@ def send(run: JoinRun, events: list[Event], chunk: int = 50) -> None:
 
 
 def is_joined(run: JoinRun, events: list[Event]) -> bool:
-    """Wait for every end; whether they are those of the reference."""
+    """Wait until all is read, as the state beside the ends says; whether they are right."""
     expected = reference(events, StreamSettings(**SETTINGS))
-    num_ends = len(expected.experiences) + expected.drops.total()
-    until(lambda: run.num("experiences") + run.num("drops") >= num_ends)
-    time.sleep(0.3)
-    found = result_of(run.experiences(), run.drops())
+    num = Counter("rewards" if isinstance(e, ev.Reward) else "trajectories" for e in events)
+    until(lambda: all(run.counters().get(name, 0) >= n for name, n in num.items()))
+    found, counts = result_of(run.experiences(), run.drops()), run.counters()
     assert found.experiences == expected.experiences
-    counts = run.counters()
-    assert counts["trajectories"] == sum(isinstance(e, ev.Trajectory) for e in events)
-    assert counts["rewards"] == sum(isinstance(e, ev.Reward) for e in events)
+    assert {name: counts[name] for name in num} == num
     assert counts["open_groups"] == counts["pending"] == 0
     return found.drops == expected.drops
 
 
-@pytest.mark.parametrize("shell", ON_KAFKA, indirect=True)
-@pytest.mark.parametrize("point", ["join.before_commit", "join.committed"])
+@pytest.mark.parametrize("shell, point", AROUND, indirect=["shell"])
 def test_a_worker_killed_around_its_commit_loses_and_doubles_nothing(url, run, tmp_path, point):
     events = history(60)
     send(run, events)
@@ -173,7 +177,7 @@ def as_read(run: JoinRun, partition: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("shell", ON_KAFKA, indirect=True)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=slow)])
 def test_deadlines_of_killed_workers_close_as_the_recorded_clocks_say(url, run, seed):
     rng = random.Random(seed)
     for wave in range(4):
@@ -189,7 +193,8 @@ def test_deadlines_of_killed_workers_close_as_the_recorded_clocks_say(url, run, 
     expected = [reference(as_read(run, p), StreamSettings(**SETTINGS)) for p in range(4)]
     assert found.experiences == {k: v for e in expected for k, v in e.experiences.items()}
     assert found.drops == sum((e.drops for e in expected), Counter())
-    assert {reason for _, reason, _ in found.drops} == {"expired"}
+    # late: of a slot that came alone, on a machine that stood still until its group was closed
+    assert {"expired"} <= {reason for _, reason, _ in found.drops} <= {"expired", "late"}
     assert len(found.experiences) > 20
 
 

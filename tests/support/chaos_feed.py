@@ -2,22 +2,24 @@
 
 Every group is of one kind, which its id begins with, and every kind but `wavering` has one outcome
 whatever the order in which a join reads the two topics. `python chaos_feed.py FEED` is the feeder:
-it encodes everything first, then sends at a steady rate until all is sent or it is told to begin no
-more groups, and at the end says what it sent.
+it sends at a steady rate until all is sent or it is told to begin no more groups, and at the end
+says what it sent.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import random
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from join_scripts import failed, rew, sequence, traj
 
@@ -33,17 +35,16 @@ KINDS = {
     "plain": 80, "corrected": 5, "wavering": 3, "failed": 3, "doubled": 3, "expiring": 2, "old": 1,
     "astray": 1, "poison": 1, "cut": 1,
 }  # fmt: skip
-SPREAD_S = 1.5
+SPREAD_S, EARLY_S = 1.5, 0.3
 HOUR_MS = 3_600_000
 SEQUENCE = sequence()
 GARBAGE = (b"", b"\xc3\x01 cut", b"{not json", b'{"event_id": 1}', b"\x00" * 50, None)
 
 
 class Entry(NamedTuple):
-    """One record of the feed: when it and its group are due, in seconds from the feed's begin."""
+    """One record of the feed, due so many seconds from the feed's begin."""
 
     due_s: float
-    group_s: float
     topic: str
     key: bytes | None
     value: bytes | None
@@ -61,26 +62,38 @@ class Feed:
     begins_ms: int = field(default_factory=now_ms)
     options: Mapping[str, str] = field(default_factory=dict)
 
-    def entries(self) -> list[Entry]:
-        """Everything, in the order of sending; the same for the same fields."""
+    def entries(self, is_enough: Callable[[], bool]) -> Iterator[Entry]:
+        """Everything, in the order of sending; no group begins once it is enough."""
+        made: list[tuple[float, int, Entry]] = []
+        for number, (begin_s, group) in enumerate(self._groups()):
+            while made and made[0][0] < begin_s - EARLY_S:
+                yield heapq.heappop(made)[-1]
+            if is_enough():
+                break
+            for i, entry in enumerate(group):
+                heapq.heappush(made, (entry.due_s, 100 * number + i, entry))
+        while made:
+            yield heapq.heappop(made)[-1]
+
+    def _groups(self) -> Iterator[tuple[float, list[Entry]]]:
+        """When each group begins, and what it has; the same for the same fields."""
         rng = random.Random(self.seed)
-        entries: list[Entry] = []
-        number = 0
-        while len(entries) < self.seconds * self.rate:
+        num_entries = number = 0
+        while num_entries < self.seconds * self.rate:
             kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-            begin_s = len(entries) / self.rate
+            begin_s = num_entries / self.rate
             group = list(_group(rng, kind, number, self.begins_ms + int(begin_s * 1000)))
             group += [(at + rng.uniform(0, SPREAD_S), e) for at, e in group if rng.random() < 0.05]
-            entries += [_entry(begin_s + at, begin_s, event) for at, event in group]
+            yield begin_s, [_entry(begin_s + at, event) for at, event in group]
+            num_entries += len(group)
             number += 1
-        return sorted(entries, key=lambda e: e.due_s)
 
 
-def _entry(due_s: float, group_s: float, event: ev.Event | Entry) -> Entry:
+def _entry(due_s: float, event: ev.Event | Entry) -> Entry:
     if isinstance(event, Entry):
-        return event._replace(due_s=due_s, group_s=group_s)
+        return event._replace(due_s=due_s)
     topic = "trajectories" if isinstance(event, ev.Trajectory) else "rewards"
-    return Entry(due_s, group_s, topic, key_of(event, topic), codec.encode(event))
+    return Entry(due_s, topic, key_of(event, topic), codec.encode(event))
 
 
 def _group(
@@ -91,11 +104,11 @@ def _group(
     if kind == "poison":
         topic = rng.choice(("trajectories", "rewards"))
         key = rng.choice((None, group_id.encode()))
-        yield 0.0, Entry(0.0, 0.0, topic, key, rng.choice(GARBAGE))
+        yield 0.0, Entry(0.0, topic, key, rng.choice(GARBAGE))
         return
     if kind == "cut":
         whole = codec.encode(_rollout(f"{group_id}:0:a", 1, number, at))
-        yield 0.0, Entry(0.0, 0.0, "trajectories", group_id.encode(), whole[:-3])
+        yield 0.0, Entry(0.0, "trajectories", group_id.encode(), whole[:-3])
         return
     size = rng.choice((1, 2, 2, 3, 4))
     late = at - 2 * HOUR_MS if kind == "old" else at
@@ -133,7 +146,7 @@ def _rewards(
         return
     style = rew(name, rng.random(), source="style", at=at)
     if kind == "astray":
-        yield styled, Entry(0.0, 0.0, "rewards", None, codec.encode(style))
+        yield styled, Entry(0.0, "rewards", None, codec.encode(style))
     else:
         yield styled, style
 
@@ -153,7 +166,7 @@ class Feeder:
         self._log = folder / "feeder.log"
 
     def await_ready(self) -> None:
-        """Everything is encoded."""
+        """It has started."""
         assert self._line() == {"ready": True}, self._log.read_text()
 
     def begin(self) -> None:
@@ -188,34 +201,44 @@ class Feeder:
     def close(self) -> None:
         """End it."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream
             stream.close()
 
 
-def send(feed: Feed, entries: list[Entry], out: IO[str]) -> None:
-    """Send what is due, every 50 ms, until all is sent or standard input says that it is enough."""
-    log = open_log(feed.url, Limits(options=feed.options))
-    producer, topics = log.producer(), Topics(feed.namespace)
-    begin, at, is_enough = time.monotonic(), 0, False
-    while at < len(entries):
-        now = time.monotonic() - begin
-        if not is_enough and select.select([sys.stdin], [], [], 0)[0]:
-            # rewards may be due before their group is: all that could have one are sent whole
-            is_enough, last_s = True, now + SPREAD_S
-            entries = entries[:at] + [e for e in entries[at:] if e.group_s <= last_s]
-        while at < len(entries) and entries[at].due_s <= now:
-            _, _, topic, key, value = entries[at]
+class Sending:
+    """What was sent until no more groups began, in how long; what was sent in all."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._begin = time.monotonic()
+        self._is_enough = False
+        self._sent, self._seconds = 0, 0.0
+        self._values: dict[str, set[bytes | None]] = defaultdict(set)
+        self._entries = feed.entries(lambda: self._is_enough)
+        self._next = next(self._entries, None)
+
+    def go_on(self, producer: Producer, topics: Topics) -> bool:
+        """Send what is due, after a look whether standard input says that it is enough."""
+        now = time.monotonic() - self._begin
+        told = not self._is_enough and bool(select.select([sys.stdin], [], [], 0)[0])
+        num = 0
+        while self._next is not None and self._next.due_s <= now:
+            _, topic, key, value = self._next
             producer.send(topics.name(topic), value, key=key)
-            at += 1
+            self._values[topic].add(value)
+            self._next, num = next(self._entries, None), num + 1
         flush(producer)
-        time.sleep(max(0.0, 0.05 - (time.monotonic() - begin - now)))
-    seconds = time.monotonic() - begin
-    kinds = ("trajectories", "rewards")
-    distinct = {t: len({e.value for e in entries if e.topic == t}) for t in kinds}
-    print(json.dumps({"sent": len(entries), "seconds": seconds, **distinct}), file=out, flush=True)
-    log.close()
+        if not self._is_enough:
+            self._sent, self._seconds = self._sent + num, time.monotonic() - self._begin
+        self._is_enough |= told
+        time.sleep(max(0.0, 0.05 - (time.monotonic() - self._begin - now)))
+        return self._next is not None
+
+    def said(self) -> dict[str, float]:
+        """For whoever reads it."""
+        distinct = {topic: len(values) for topic, values in self._values.items()}
+        return {"sent": self._sent, "seconds": self._seconds, **distinct}
 
 
 def flush(producer: Producer) -> None:
@@ -232,10 +255,15 @@ def flush(producer: Producer) -> None:
 
 def main() -> None:
     feed = Feed(**json.loads(sys.argv[1]))
-    entries = feed.entries()
+    log = open_log(feed.url, Limits(options=feed.options))
+    producer, topics = log.producer(), Topics(feed.namespace)
     print(json.dumps({"ready": True}), flush=True)
     sys.stdin.readline()
-    send(feed, entries, sys.stdout)
+    sending = Sending(feed)
+    while sending.go_on(producer, topics):
+        pass
+    print(json.dumps(sending.said()), flush=True)
+    log.close()
 
 
 if __name__ == "__main__":

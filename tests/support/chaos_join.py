@@ -26,8 +26,7 @@ from streamrft.streams.outbox import COUNTERS_KEY
 from streamrft.streams.reading import begins
 
 PROGRAM = ("-m", "streamrft.deploy.cli")
-END_S = 10.0
-START_S = 60.0
+START_S, END_S = 180.0, 120.0
 LOOK_S = 0.05
 
 
@@ -92,7 +91,7 @@ class JoinWorker:
         """Its log, for a message; where it stands, if it still does."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGABRT)  # faulthandler writes every thread's stack
-            self.process.wait(20)
+            self.process.wait(60)
         return f"{self.name} {what} ({self.process.poll()})\n{self.path.read_text()[-6000:]}"
 
 
@@ -186,7 +185,7 @@ class Crowd:
         self._look()
         worker = self._leave(self.rng.randrange(len(self.living)))
         worker.process.kill()
-        worker.process.wait(20)
+        worker.process.wait(60)
         self.mark(worker.name)
 
     def mark(self, name: str) -> None:
@@ -237,7 +236,7 @@ class Crowd:
         """Leave nothing behind, in a test's tear-down."""
         for worker in self.started:
             worker.process.kill()
-            worker.process.wait(20)
+            worker.process.wait(60)
 
     def pause(self, seconds: float) -> None:
         """Watch for so long."""

@@ -16,10 +16,11 @@ from chaos_join import Crowd, Place, plan_of
 from kafka_broker import Broker
 from small_run import merge
 
-RESUME_S, DRAIN_S, FEED_S, STILL_S = 15.0, 60.0, 180.0, 2.0
-# the feed goes on for so long after the last change; changes take time themselves, all together
-# at most so long
-LAST_S, CHANGES_S = 3.0, 40.0
+# what is demanded of a machine that does nothing else
+RESUME_S, LEAVE_S = 15.0, 10.0
+DRAIN_S, FEED_S, STILL_S = 180.0, 180.0, 2.0
+# the feed goes on for so long after the last change, and nowhere so long that it ends before
+LAST_S, LONGEST_S = 3.0, 600.0
 SESSION = {"session_timeout_ms": 6_000}
 
 
@@ -33,17 +34,16 @@ class Chaos:
         seed: int,
         engine: str,
         changes: Mapping[str, Any] | None = None,
-        feed_s: float | None = None,
+        feed_s: float = LONGEST_S,
     ) -> None:
-        """`changes`: to the configuration. `feed_s`: instead of as long as workers come and go."""
+        """`changes`: to the configuration. `feed_s`: when the feed ends if nobody ends it."""
         folder.mkdir()
         name = {"name": f"chaos-{secrets.token_hex(4)}", "event_log": {"options": SESSION}}
         self.rng = random.Random(seed)
         self.place = Place(folder, url, merge(name, changes or {}))
         self.changes = plan_of(self.rng)
         self.pauses = [self.rng.uniform(0.7, 1.7) for _ in self.changes]
-        seconds = sum(self.pauses) + CHANGES_S + LAST_S if feed_s is None else feed_s
-        feed = Feed(url, self.place.topics.namespace, seed, seconds)
+        feed = Feed(url, self.place.topics.namespace, seed, feed_s)
         self.feeder = Feeder(feed, folder)
         self.crowd = Crowd(self.place, ["--engine", engine], self.rng)
 
@@ -60,8 +60,6 @@ class Chaos:
                 broker.start()
                 self.crowd.broker_is_back()
             getattr(self.crowd, change)()
-        self.crowd.pause(LAST_S)
-        self.feeder.end()
         self.finish()
 
     def begin(self) -> None:
@@ -72,7 +70,9 @@ class Chaos:
         self.feeder.begin()
 
     def finish(self) -> None:
-        """Until everything is fed and joined and every worker has ended."""
+        """Feed a little more, until everything is joined and every worker has ended."""
+        self.crowd.pause(LAST_S)
+        self.feeder.end()
         self.await_joined()
         self.crowd.end_all()
 
@@ -96,11 +96,11 @@ class Chaos:
 
     @property
     def rate(self) -> float:
-        """Events a second that the feed had."""
+        """Events a second that the feed had while groups began."""
         return self.said["sent"] / self.said["seconds"]
 
-    def demand(self) -> float:
-        """Everything that must hold at the end; the longest wait after a kill, in seconds."""
+    def demand(self, *, is_alone: bool) -> None:
+        """Everything that must hold at the end; where nothing else runs here, also in time."""
         watch = self.crowd.watch
         waits_s = watch.waits_s([at for _, at in self.crowd.kills])
         waits = [(name, s) for (name, _), s in zip(self.crowd.kills, waits_s, strict=True)]
@@ -108,7 +108,9 @@ class Chaos:
         check(self.place, self.said, watch.totals())
         status = self.place.status()
         assert status.returncode == 0, status.stdout + status.stderr
-        return max(waits_s, default=0.0)
+        if is_alone:
+            assert max(waits_s, default=0.0) < RESUME_S
+            assert max(self.crowd.ends_s) < LEAVE_S
 
     def __enter__(self) -> Chaos:
         return self

@@ -119,7 +119,7 @@ def join_everything(cli: Cli) -> None:
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        until(lambda: _is_joined(cli), "the join has read everything")
+        until(lambda: box and _is_joined(cli), "the join has read everything")
     finally:
         box[0].stop()
         worker.join(60)

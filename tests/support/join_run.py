@@ -25,7 +25,7 @@ from streamrft.streams.settings import StreamSettings
 from streamrft.streams.worker import run_join
 
 E = TypeVar("E", bound=ev.Event)
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class JoinRun:

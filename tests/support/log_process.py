@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrft.streams.log import Consumer, Record
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Worker:
@@ -89,6 +89,7 @@ def wait_for(is_true: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        time.sleep(0.01)
 
 
 def read(consumer: Consumer, num_records: int, timeout_s: float = DEADLINE_S) -> list[Record]:

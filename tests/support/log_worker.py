@@ -79,7 +79,7 @@ def copier(log: Log, group: str, name: str, source: str, target: str) -> None:
 
 def holder(log: Log, role: str, owner: str, ttl_ms: str, topic: str) -> None:
     """Take a role; at each line of the parent append under it, and say whether that worked."""
-    lease = log.acquire(role, owner=owner, ttl_ms=int(ttl_ms), timeout_ms=30_000)
+    lease = log.acquire(role, owner=owner, ttl_ms=int(ttl_ms), timeout_ms=120_000)
     producer = log.producer(fence=lease)
     say(epoch=lease.epoch)
     while heard():
@@ -109,7 +109,7 @@ def writer(log: Log, topic: str, name: str, side_file: str) -> None:
             num_sent += len(values)
             for value in values:
                 producer.send(topic, value.encode() * randomness.randint(1, 50), key=value.encode())
-            for value, position in zip(values, producer.flush(), strict=True):
+            for value, position in zip(values, producer.flush(300_000), strict=True):
                 acknowledged.write(json.dumps([value, position]) + "\n")
 
 

@@ -24,7 +24,6 @@ from streamrft.schemas.topics import Topics
 from streamrft.streams.log import Log, open_log, topic_specs
 
 TOPICS = Topics("tests.producers")
-DEADLINE_S = 60.0
 BATCH, GROUP = 2, 2
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from moto.core.base_backend import BackendDict
@@ -75,6 +78,26 @@ class S3Store:
         """Objects that go up in parts and are not whole, and how many of their parts are there."""
         there = list(self._backend.buckets[BUCKET].multiparts.values())
         return {upload.key_name: len(upload.parts) for upload in there}
+
+    @contextmanager
+    def silent_after(self, begin: str) -> Iterator[threading.Event]:
+        """Inside, whoever puts an object of such a name hears nothing of it; set by the first."""
+        backend: Any = self._backend
+        put, has_come, may_answer = backend.put_object, threading.Event(), threading.Event()
+
+        def put_object(bucket: str, name: str, *args: Any, **kwargs: Any) -> Any:
+            made = put(bucket, name, *args, **kwargs)
+            if name.startswith(begin):
+                has_come.set()
+                may_answer.wait()
+            return made
+
+        backend.put_object = put_object
+        try:
+            yield has_come
+        finally:
+            del backend.put_object
+            may_answer.set()
 
     def begin_upload(self, name: str) -> None:
         """Somebody begins an object in parts, and is not done."""

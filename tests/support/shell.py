@@ -17,6 +17,6 @@ def typed(commands: str, folder: Path, **environment: str) -> subprocess.Complet
         env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )

@@ -41,6 +41,28 @@ class ParityReward:
         return {"parity": float(sum(map(ord, rollout.response)) % 2 == 0)}
 '''
 
+HOLD = '''"""Holds a process at a point until a file is there, where a test asks for it."""
+
+import os
+import sys
+import time
+
+from streamrft.streams import faults
+
+POINT, STAGE, FILE = (os.environ.get(f"HOLD_{name}", "") for name in ("AT", "IN", "UNTIL"))
+
+
+def reach(point, step=None, usual=faults.reach):
+    usual(point, step)
+    if f"{point}@{step}" == POINT and (not STAGE or STAGE in sys.argv):
+        while not os.path.exists(FILE):
+            time.sleep(0.02)
+
+
+if POINT:
+    faults.reach = reach
+'''
+
 
 @dataclass
 class SmallRun:
@@ -58,6 +80,7 @@ class SmallRun:
         plugins = self.folder / "plugins"
         plugins.mkdir(exist_ok=True)
         (plugins / "parity.py").write_text(PLUGIN)
+        (plugins / "hold.py").write_text(HOLD)
         rows = [{"prompt": f"{i:03d}?", "response": str(i)} for i in range(self.num_rows)]
         (self.folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         self.write()
@@ -125,19 +148,32 @@ class SmallRun:
         """A command line of the product on this run."""
         return [sys.executable, "-m", "streamrft.deploy.cli", *words, "--config", str(self.config)]
 
-    def start(self, **environment: str) -> subprocess.Popen[str]:
-        """`streamrft run` in a session of its own, so that what it leaves behind can be found."""
+    def start(self, *, hold_at: str = "", **environment: str) -> subprocess.Popen[str]:
+        """`streamrft run` in a session of its own, so that what it leaves behind can be found.
+
+        `hold_at`: a point such as trainer.step_done@3, of `stage` if one is looked at, that no
+        process passes before `let_go`. So nothing is over before the test does what it wants.
+        """
+        hold = {"HOLD_AT": hold_at, "HOLD_IN": self.stage, "HOLD_UNTIL": str(self._let_go_file)}
         with (self.folder / "run.log").open("a") as out:
             return subprocess.Popen(
                 [*self.command("run"), "--plugin-dir", str(self.folder / "plugins")],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **hold, **environment},
                 start_new_session=True,
             )
 
-    def finish(self, timeout_s: float = 180, **environment: str) -> None:
+    @property
+    def _let_go_file(self) -> Path:
+        return self.folder / "let go"
+
+    def let_go(self) -> None:
+        """From now on nothing is held."""
+        self._let_go_file.touch()
+
+    def finish(self, timeout_s: float = 480, **environment: str) -> None:
         """Run to the goal; whatever was there before, the same command ends with 0."""
         process = self.start(**environment)
         try:
@@ -160,7 +196,7 @@ class SmallRun:
         files = [self.folder / "run.log", *sorted(self.job.rglob("log/*.log"))]
         return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files if f.exists())
 
-    def tool(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def tool(self, *words: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
         """Another command of the product on this run, such as status."""
         return subprocess.run(
             self.command(*words), capture_output=True, text=True, timeout=timeout_s, check=False
@@ -175,12 +211,27 @@ class SmallRun:
                 found.append(process)
         return found
 
+    def living(self, role: str, run: subprocess.Popen[str]) -> list[psutil.Process]:
+        """Processes of a role; after a kill they may not be started yet."""
+        word = f" {role} "
+        self.wait_for(lambda: self.children(word) or run.poll() is not None, role)
+        found = self.children(word)
+        assert found, f"no {role} is left\n{self.output()}"
+        return found
+
+    def kill_supervisor(self, run: subprocess.Popen[str]) -> None:
+        """SIGKILL; none of its children outlives it."""
+        assert run.poll() is None, f"the run was over before\n{self.output()}"
+        run.kill()
+        run.wait()
+        self.wait_for(lambda: not self.children(), "end of the children", 60)
+
     def kill(self) -> None:
         """End everything that is left, in a test's tear-down."""
         for process in self.children():
             process.kill()
 
-    def wait_for(self, ready: Any, what: str, timeout_s: float = 60) -> None:
+    def wait_for(self, ready: Any, what: str, timeout_s: float = 180) -> None:
         """Poll until `ready()`."""
         deadline = time.monotonic() + timeout_s
         while not ready():
@@ -231,7 +282,7 @@ class SmallRun:
         assert [c.step for c in cuts] == list(range(1, self.steps + 1))
         trained = [m.trajectory_id for c in cuts for m in c.members]
         assert len(trained) == len(set(trained)), "a trajectory was trained by two steps"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (left := self.children()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"left over: {[' '.join(p.cmdline()) for p in left]}"

@@ -173,7 +173,7 @@ class Feed:
         process.start()
         return process
 
-    def train(self, *, timeout_s: float = 150, **changes: Any) -> int:
+    def train(self, *, timeout_s: float = 240, **changes: Any) -> int:
         """Run a trainer, as `start` does, to its end; the exit code is -9 when it was killed."""
         process = self.start(**changes)
         process.join(timeout_s)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def until(ready: Callable[[], object], what: str = "it", timeout_s: float = 60.0) -> None:
+def until(ready: Callable[[], object], what: str = "it", timeout_s: float = 180.0) -> None:
     """Look until it is so; an error that names `what` at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not ready():
