@@ -58,14 +58,15 @@ class GroupAssembly:
     ) -> None:
         """`position`: what `position()` of an earlier one returned, JSON round trip included.
 
-        `released` collects the places of members that wait no more, for the caller to empty.
+        `released` collects the places of members that wait no more, for the caller to empty;
+        `num_unpaired` counts groups since the last batch of which no pair could be made.
         """
         self.rules, self.lineage, self.branch = rules, lineage, branch
         saved = position or {"experiences": {}, "closed": None, "gone": []}
         offsets: Mapping[str, Any] = saved["experiences"]
         self.offsets = {p: _final_offsets(offsets.get(str(p))) for p in range(num_partitions)}
         self.closed = ClosedGroups(saved["closed"])
-        self.num_ignored = 0
+        self.num_ignored = self.num_unpaired = 0
         self.released: list[tuple[int, int]] = []
         self._groups: dict[str, _Group] = {}
         self._unjudged: list[Member] = []
@@ -189,6 +190,7 @@ class GroupAssembly:
 
     def take(self, members: Iterable[tuple[str, int, int, int]]) -> None:
         """Mark (group_id, number, partition, offset) as trained; also for a recorded cut."""
+        self.num_unpaired = 0
         for group_id, number, partition, offset in members:
             self.offsets[partition].finish(offset)
             group = self._groups.pop(group_id, None)
@@ -224,6 +226,8 @@ class GroupAssembly:
             oldest = min(open_groups, key=lambda g: (g.number, g.group_id))
             wanted = "?" if oldest.expected is None else oldest.expected
             text += f"; oldest pending group {oldest.group_id} ({oldest.num_read} of {wanted} read)"
+        if self.num_unpaired:
+            text += f"; {self.num_unpaired} came since the last batch without two different rewards"
         if self._num_groups_at_end is not None:
             closed = self.closed.num_in_lineage
             text += f"; all {self._num_groups_at_end} tasks are published, {closed} are done"
@@ -293,6 +297,7 @@ class GroupAssembly:
             for m, why in list(beside_pair(group.members.values())):
                 drop = self.drop(m, "filtered", why, steps_done, now_ms)
                 drops += self._apply(m, drop, steps_done, now_ms)
+            self.num_unpaired += not group.members
         return drops
 
     def _finish(self, member: Member) -> None:

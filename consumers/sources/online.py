@@ -28,6 +28,7 @@ logger = logging.getLogger("streamrft")
 MAX_POLL_RECORDS = 100
 MAX_POLLS = 50
 NUM_BATCHES_AHEAD = 4
+MANY_UNPAIRED = 8
 
 _NUM_NAMING_FIELDS = 15  # of an Experience, trajectory_id to group_experiences
 
@@ -59,6 +60,7 @@ class OnlineSource:
         self.payloads = Payloads(log, topics.name("experiences"), check=check)
         self._log, self._steps_done, self.num_read = log, 0, 0
         self._num_came = self._tokens_came = 0
+        self._tell_at = self._many_unpaired
         self._consumer = log.consumer(group=f"{topics.namespace}.trainer", member=reader)
         self._consumer.assign(self._start_positions(position or {}))
         if ended := (position or {}).get("ended"):
@@ -86,6 +88,7 @@ class OnlineSource:
             self._take_in(record)
         self._drop(self.groups.judge(steps_done, now_ms()))
         self._release()
+        self._tell_unpaired()
         return len(records)
 
     def next_batch(self, steps_done: int) -> Batch | None:
@@ -112,6 +115,7 @@ class OnlineSource:
         """Mark its members as trained, also those of a recorded cut that were not read yet."""
         for m, e in zip(batch.members, batch.examples, strict=True):
             self.groups.take([(e.group_id, e.number, m.partition, m.offset)])
+        self._tell_at = self._many_unpaired
         self._release()
 
     @property
@@ -159,6 +163,21 @@ class OnlineSource:
     def close(self) -> None:
         """Stop reading."""
         self._consumer.close()
+
+    @property
+    def _many_unpaired(self) -> int:
+        """Groups without a pair, in one step, that are worth a line."""
+        return max(MANY_UNPAIRED, 2 * self._rules.batch_groups)
+
+    def _tell_unpaired(self) -> None:
+        """Say why nothing is trained, again when it is twice as many."""
+        if (count := self.groups.num_unpaired) >= self._tell_at:
+            self._tell_at = 2 * count
+            logger.warning(
+                "%d groups since the last step have no two different rewards, so no pair is made "
+                "of them: does the policy always answer alike, or the reward never differ?",
+                count,
+            )
 
     @property
     def _tasks(self) -> Partition:

@@ -6,10 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
-from training_feed import Feed, ended, group, trained_ids
+from training_feed import TOPICS, Feed, ended, group, trained_ids
 
+from streamrft.consumers.announcer import Announcer
 from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings, OptimizerSettings
+from streamrft.consumers.sources.members import BatchRules
+from streamrft.consumers.sources.online import OnlineSource
 from streamrft.schemas import events as ev
+from streamrft.streams.lineage import Lineage
 
 FAST = OptimizerSettings(lr=1e-3)
 
@@ -60,6 +64,32 @@ def test_pairs_of_a_cut_are_trained_again_with_the_same_weights(feed_at):
     first, *_, last = metrics(quiet)
     assert first["actor/pg_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["actor/reward_margin"] != 0.0
+
+
+def test_groups_that_prefer_nothing_are_counted_and_told(feed_at, caplog: pytest.LogCaptureFixture):
+    feed = feed_at("collapsed")
+    lease = feed.log.acquire("trainer", owner="test", ttl_ms=60_000, timeout_ms=0)
+    source = OnlineSource(
+        feed.log,
+        TOPICS,
+        Announcer(feed.log, TOPICS, lease),
+        BatchRules(1, in_pairs=True),
+        Lineage.of("main", []),
+        "main",
+    )
+    for first, end in ((0, 7), (7, 9), (9, 15), (15, 20)):
+        for number in range(first, end):
+            feed.write(*group(number, reward=0.5))
+        assert source.next_batch(0) is None
+        assert f"; {end} came since the last batch without two different" in source.blocker(1)
+    said = [m for m in caplog.messages if "no pair is made of them" in m]
+    assert [m.split()[0] for m in said] == ["9", "20"], "again when it is twice as many"
+    feed.write(*group(20))
+    batch = source.next_batch(0)
+    assert batch is not None
+    source.take(batch)
+    assert "came since" not in source.blocker(2)
+    source.close()
 
 
 def test_rewards_above_the_threshold_are_wanted_and_all_are_trained(feed_at):
