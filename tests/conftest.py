@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kafka_broker import Broker, needs_kafka_home
+from kafka_broker import MORTAL, Broker, needs_kafka_home
 from small_run import SmallRun
 
 from streamrft.schemas import codec
@@ -51,7 +51,7 @@ def kafka_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """A broker of this test alone, which it may kill."""
     needs_kafka_home()
-    with Broker(tmp_path / "broker") as broker:
+    with Broker(tmp_path / "broker", MORTAL) as broker:
         yield broker
 
 

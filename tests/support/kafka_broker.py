@@ -37,9 +37,13 @@ QUICK = {
     "log.initial.task.delay.ms": "300",
     "log.retention.check.interval.ms": "300",
     "log.cleaner.backoff.ms": "100",
-    "broker.session.timeout.ms": "2000",
+    # a broker that stood still for longer is without leaders until each partition has a new one,
+    # which takes many seconds with the topics of a whole session
+    "broker.session.timeout.ms": "60000",
     "broker.heartbeat.interval.ms": "500",
 }
+# of one that is killed: it may come back once its session has ended
+MORTAL = {"broker.session.timeout.ms": "2000"}
 
 REPLICATED = {
     "offsets.topic.replication.factor": "3",
@@ -86,7 +90,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         ports = [(free_port(), free_port()) for _ in range(3)]
         voters = ",".join(f"{i}@127.0.0.1:{port}" for i, (_, port) in enumerate(ports, 1))
-        quorum = {**QUICK, **REPLICATED, "controller.quorum.voters": voters}
+        quorum = {**QUICK, **MORTAL, **REPLICATED, "controller.quorum.voters": voters}
         home = Path(os.environ["KAFKA_HOME"])
         self.nodes = {
             i: broker.Broker(folder / f"node{i}", home, *own, {**quorum, "node.id": str(i)})
