@@ -216,12 +216,15 @@ class GroupAssembly:
 
     def blocker(self, step: int) -> str:
         """What the next batch waits for, for people."""
-        num_ready = len(self._ready())
+        ready = self._ready()
         open_groups = [g for g in self._groups.values() if not (g.is_complete and g.members)]
         text = (
             f"experiences: step {step} needs {self.rules.batch_groups} groups, has "
-            f"{num_ready} ready, {len(open_groups)} incomplete"
+            f"{len(ready)} ready, {len(open_groups)} incomplete"
         )
+        if self.rules.in_number_order:
+            number = self._next_number(ready)
+            text += f"; deterministic: true trains in order of publication, {number} is next"
         if open_groups:
             oldest = min(open_groups, key=lambda g: (g.number, g.group_id))
             wanted = "?" if oldest.expected is None else oldest.expected
@@ -329,6 +332,13 @@ class GroupAssembly:
         if self._num_groups_at_end is None or len(ready) < known:
             return False
         return self.closed.num_in_lineage + len(ready) >= self._num_groups_at_end
+
+    def _next_number(self, ready: Sequence[_Group]) -> int:
+        """The lowest publication number that is neither closed nor ready."""
+        number, here = self.closed.lowest_open, {g.number for g in ready}
+        while number in here or self.closed.contains("", number):
+            number += 1
+        return number
 
     def _has_no_gap(self, batch: Sequence[_Group]) -> bool:
         numbered = [g.number for g in batch if g.number >= 0]

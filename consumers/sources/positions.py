@@ -83,6 +83,11 @@ class ClosedGroups:
             self._above.discard(self._below)
             self._below += 1
 
+    @property
+    def lowest_open(self) -> int:
+        """The lowest publication number that is not closed."""
+        return self._below
+
     def num_open_below(self, number: int) -> int:
         """How many smaller publication numbers are not closed."""
         closed = self._below + sum(1 for n in self._above if n < number)

@@ -147,12 +147,15 @@ def test_end_of_another_branch_ends_nothing():
     assert groups.is_finished
 
 
-def test_deterministic_batch_waits_for_the_lower_number():
+def test_deterministic_batch_waits_for_the_lower_number_and_says_so():
     groups = assembly(in_number_order=True)
     feed(groups, group(1) + group(2) + group(3))
     assert groups.select() is None
+    assert "3 ready, 0 incomplete" in groups.blocker(1)
+    assert groups.blocker(1).endswith("in order of publication, 0 is next")
     groups.on_drop(dead(0))
     assert [m.number for m in groups.select() or ()] == [1, 1, 2, 2]
+    assert groups.blocker(1).endswith("4 is next")
 
 
 def test_blocker_names_the_oldest_group():
