@@ -186,18 +186,22 @@ def corrected(
 ) -> tuple[list[TrainingExample], dict[str, float]]:
     """The examples with weights and masks from current_logprobs against the recorded ones.
 
-    An expert's tokens keep weight 1: nobody recorded how likely they were.
+    An expert's tokens keep weight 1 and are not counted: nobody recorded how likely they were.
     """
-    sequences = [s for e in examples for s in e.sequences]
-    ratios = [_log_ratio(s) * (not e.is_expert) for e in examples for s in e.sequences]
-    outcome = correction(ratios)
-    made = iter(
-        _applied(s, w, k) for s, w, k in zip(sequences, outcome.weights, outcome.kept, strict=True)
-    )
+    own = [s for e in examples if not e.is_expert for s in e.sequences]
+    outcome = correction([_log_ratio(s) for s in own])
+    made = map(_applied, own, outcome.weights, outcome.kept)
     result = [
-        dataclasses.replace(e, sequences=tuple(next(made) for _ in e.sequences)) for e in examples
+        dataclasses.replace(
+            e, sequences=tuple(_uncorrected(s) if e.is_expert else next(made) for s in e.sequences)
+        )
+        for e in examples
     ]
     return result, dict(outcome.metrics)
+
+
+def _uncorrected(sequence: TrainingSequence) -> TrainingSequence:
+    return dataclasses.replace(sequence, correction=np.ones(len(sequence.tokens), np.float32))
 
 
 def _log_ratio(sequence: TrainingSequence) -> npt.NDArray[np.float64]:

@@ -121,6 +121,23 @@ def test_what_cannot_be_meant_is_refused(args: dict, match: str):
         correction(**args)
 
 
+def test_an_experts_rows_are_neither_corrected_nor_counted():
+    """Own weights are those without the expert; a range that 1 is not in leaves its row alone."""
+    args = {"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_9"}
+    rule = correction(rollout_is="token", rollout_is_batch_normalize=True, **args)
+    *own, last = measured()
+    expert = dataclasses.replace(last, is_expert=True)
+    alone, metrics = corrected(own, rule)
+    first, expert_first, second = corrected([own[0], expert, own[1]], rule)[0]
+    for one, other in zip((first, second), alone, strict=True):
+        for s, t in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_array_equal(s.correction, t.correction)
+            np.testing.assert_array_equal(s.loss_mask, t.loss_mask)
+    assert corrected([*own, expert], rule)[1] == metrics
+    (row,), (given,) = expert_first.sequences, expert.sequences
+    assert (row.correction == 1).all() and (row.loss_mask == given.loss_mask).all()
+
+
 def test_a_batch_without_trained_tokens_is_corrected_to_itself():
     args = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1.0}
     outcome = correction(**args, rollout_is_batch_normalize=True)([np.zeros(0), np.zeros(0)])
