@@ -25,6 +25,16 @@ settings.load_profile("untimed")
 BUILD = Path(__file__).parents[1] / "examples" / "quickstart" / "build.py"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Files go to workers in the order of collection, not those of the most tests first."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes begins first, lest one worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("e2e", "faults"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama of 2 layers, hidden 64, vocabulary 263 (7 special tokens and 256 bytes)."""

@@ -96,6 +96,7 @@ def test_going_back_forks_and_a_second_start_continues_the_fork(forked: Forked) 
         check_fork(run)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_forks_in_the_same_way(asynchronous: SmallRun) -> None:
     with undone(asynchronous):
         go_back(asynchronous, 2)

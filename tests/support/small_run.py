@@ -180,6 +180,7 @@ class SmallRun:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             raise AssertionError(f"no end after {timeout_s} s\n{self.output()}") from None
         assert code == 0, f"exit code {code}\n{self.output()}"
 
