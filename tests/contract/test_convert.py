@@ -31,7 +31,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every save of sharded_save.py; made once, never changed."""
     folder = tmp_path_factory.mktemp("saves")
     done = subprocess.run(
-        [sys.executable, str(SAVER), str(folder)], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SAVER), str(folder)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return folder

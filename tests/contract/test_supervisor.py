@@ -148,26 +148,32 @@ def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> No
         lambda: len({p.pid for p in supervised.children(" join ")} - before) == 1,
         "another join worker",
     )
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=150)
+    out = assert_ends_by(signal.SIGTERM, supervised, process)
     assert "join-1 ended (killed by SIGKILL); starts again in 0.5 s" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
-    number: signal.Signals, supervised: Supervised
+    supervised: Supervised,
 ) -> None:
-    if signal.getsignal(number) is signal.SIG_IGN:  # as in a job in the background
-        signal.signal(number, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = supervised.started()
     log_folder = supervised.folder / "runs" / "p" / "n" / "log"
     until(lambda: len(list(log_folder.glob("*.log"))) == 4, "logs of the children")
     time.sleep(1.5)
+    assert_ends_by(signal.SIGINT, supervised, process)
+
+
+def assert_ends_by(
+    number: signal.Signals, supervised: Supervised, process: subprocess.Popen[str]
+) -> str:
+    """What it printed."""
     process.send_signal(number)
     out, _ = process.communicate(timeout=150)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in out
     assert not supervised.children()
+    return out
 
 
 def test_a_run_has_one_supervisor(supervised: Supervised) -> None:

@@ -61,13 +61,16 @@ def drained(consumer: FaustConsumer, monkeypatch: pytest.MonkeyPatch) -> list[Re
     raise AssertionError(f"stands at {consumer.positions()}")
 
 
+# how long an example takes says how busy the machine is
+SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
 offsets = st.lists(st.integers(0, NUM - 1), max_size=3 * NUM)
 deliveries = st.lists(
     st.tuples(st.sampled_from(TOPICS), st.integers(0, 1), st.integers(0, NUM - 1)), max_size=60
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=SUPPRESSED)
 @given(deliveries, st.integers(1, 20))
 def test_every_record_comes_once_and_in_order_whatever_faust_brings(
     log, monkeypatch, delivered, chunk
