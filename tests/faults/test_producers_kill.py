@@ -139,6 +139,8 @@ def test_explorers_killed_at_random_lose_no_rollout(tmp_path: Path, tiny_model_d
         explorers[0].join(60)
         explorers = [explorers[1], run.start("explorer")]
     until(lambda: run.num_uncommitted() == 0, "commits")
+    living = {process.pid for process in explorers}
+    until(lambda: living <= {beat.pid for beat in run.read("heartbeats")}, "signs of both")
     for process in explorers:
         process.terminate()
         process.join(60)
