@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
+from ..schemas.errors import StreamrftError
 from .parent import PARENT_VARIABLE, before_exec
 from .plan import ProcessSpec, Run, Stage
 
@@ -43,8 +46,7 @@ class Child:
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start it in a process group of its own, so that Ctrl-C reaches only the supervisor."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as out:
+        with self._opened_log() as out:
             self._log_start = out.tell()
             self.process = subprocess.Popen(
                 command,
@@ -55,6 +57,13 @@ class Child:
                 process_group=0,
                 preexec_fn=before_exec(),
             )
+
+    def _opened_log(self) -> BinaryIO:
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            return self.log_path.open("ab")
+        except OSError as error:
+            raise StreamrftError(f"{self.log_path}: cannot be written: {error.strerror}") from error
 
     def ended(self) -> int | None:
         """Exit code, once: negative for a signal. None while it runs or waits."""
@@ -101,7 +110,10 @@ class Child:
     def last_error(self) -> str:
         """Its last line: what it died of, mostly."""
         lines = [line for line in self.last_lines() if line.strip()]
-        return lines[-1].strip() if lines else "it wrote nothing"
+        if lines:
+            return lines[-1].strip()
+        is_full = not shutil.disk_usage(self.log_path.parent).free
+        return "it could not write why, the disk of its log is full" if is_full else "no word of it"
 
     def cause(self, code: int) -> str:
         """What it ended of: the signal, or its last line."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from .. import __version__
@@ -30,21 +31,29 @@ _ABSENT = {
     "log": "Every process writes its own file in <job folder>/log/",
     "perf": "The programs in benchmarks/ measure",
 }
+_STAGE = {
+    "run": "only this stage (default: all, in order)",
+    **dict.fromkeys(_ROLES, "the stage; needed where the run has several"),
+    "": "a stage of the run (default: the one it is in)",
+}
 _EPILOG = """\
-A run is what its configuration file says it is: give every command the same --config.
+A run is its configuration file: give every command the same --config.
 
-  streamrft run --config gsm8k.yaml            everything on this machine, to the end
-  streamrft status --config gsm8k.yaml         where every trajectory is; exits 1 if one is lost
-  streamrft tail rewards --config gsm8k.yaml   events as JSON lines
+  streamrft run --config run.yaml            every role here, to the end
+  streamrft status --config run.yaml         where every trajectory is
+  streamrft tail rewards --config run.yaml   the last events of a topic
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 5 a checkpoint
+could not be saved, 130 and 143 interrupted; topics also 3 and 4.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    parser = _parser()
+    parser, known = _parser()
     words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in _ABSENT:
-        print(f"streamrft {words[0]}: not in this version. {_ABSENT[words[0]]}.", file=sys.stderr)
+    if words and words[0] not in known and not words[0].startswith("-"):
+        print(f"streamrft {_no_command(words[0], known)}", file=sys.stderr)
         return USAGE_ERROR
     args = parser.parse_args(argv)
     if args.command is None:
@@ -61,8 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StreamrftError as error:
         if args.debug:
             raise
-        print(f"streamrft {args.command}: {error}", file=sys.stderr)
+        words = " ".join(filter(None, (args.command, getattr(args, "action", None))))
+        with suppress(OSError):  # a full disk below a log must not change what it ends with
+            print(f"streamrft {words}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _no_command(word: str, known: Iterable[str]) -> str:
+    if word in _ABSENT:
+        return f"{word}: not in this version. {_ABSENT[word]}."
+    from ..streams.registry import unknown
+
+    return f"{word}: {unknown('command', word, known)}"
 
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
@@ -70,7 +89,8 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
     return getattr(import_module(f".{module}", __package__), function)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """What reads the words, and the commands that it knows."""
     parser = argparse.ArgumentParser(
         prog="streamrft",
         description="Reinforcement fine-tuning of language models as a stream of events.",
@@ -108,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_topics(commands)
     _add_dead_letters(commands)
     _add_convert(commands)
-    return parser
+    return parser, commands.choices
 
 
 def _add(
@@ -119,8 +139,9 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
     parser.set_defaults(handler=handler)
-    parser.add_argument("-c", "--config", required=True, help="the run's YAML file")
-    parser.add_argument("--stage", help="a stage of the run (default: the one it is in)")
+    what = "the run's YAML file"
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help=what)
+    parser.add_argument("--stage", metavar="NAME", help=_STAGE.get(name, _STAGE[""]))
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from typing import Protocol
 
@@ -145,15 +144,14 @@ class _Supervisor:
 
     def _acquire(self) -> None:
         role = f"{self._run.namespace}.supervisor"
-        owner = f"supervisor on {socket.gethostname()} ({os.getpid()})"
         try:
             self._lease = self._log.acquire(
-                role, owner=owner, ttl_ms=LEASE_MS, timeout_ms=_LEASE_WAIT_MS
+                role, owner="streamrft run", ttl_ms=LEASE_MS, timeout_ms=_LEASE_WAIT_MS
             )
         except Timeout as error:
             raise GaveUp(
-                f"{error.blocker} supervises this run already. Watch it with `streamrft status`, "
-                f"or stop it first; if it is gone, its lease ends within {LEASE_MS // 1000} s."
+                f"this run runs already: {error.blocker}. Watch it with `streamrft status`, or "
+                f"stop it first; if it is gone, its lease ends within {LEASE_MS // 1000} s."
             ) from None
         self._renewed = time.monotonic()
 
@@ -324,7 +322,7 @@ def _how_on(stage: Stage) -> str:
 
 
 def _last_words(child: Child, code: int) -> str:
-    lines = "\n".join(f"  | {line}" for line in child.last_lines())
+    lines = "\n".join(f"  | {line}" for line in child.last_lines() or [child.last_error()])
     how = f"{child.spec.name} ended with {describe(code)}"
     if len(child.failures) > 1:
         how += f", {len(child.failures)} times without progress"

@@ -14,6 +14,10 @@ from ..schemas.events import is_id
 from ..streams.rows import Row, Rows, conversation, flaw_of, open_rows, to_json
 from .settings import TasksetSettings
 
+_ASKING = tuple(
+    f"{a}{k}_workflow" for a in ("", "async_") for k in ("simple", "math", "math_boxed")
+)
+
 
 class RowRef(NamedTuple):
     """One row in one pass over the tasksets."""
@@ -52,18 +56,23 @@ class Tasksets:
 
     @classmethod
     def open(cls, settings: Sequence[TasksetSettings]) -> Tasksets:
-        """Open the rows of every taskset. Raises ConfigError or MissingExtra as `open_rows`."""
+        """Open the rows of every taskset.
+
+        Raises:
+            ConfigError, MissingExtra: as `open_rows`; or the first row lacks the column that its
+                workflow asks.
+        """
         if not settings:
             raise ConfigError(
                 "no taskset is configured; set buffer.explorer_input.taskset with a name and a path"
             )
-        return cls(
-            settings,
-            [
-                open_rows(f"taskset {s.name!r}", s.path, split=s.split, subset=s.subset_name)
-                for s in settings
-            ],
-        )
+        opened = [
+            open_rows(f"taskset {s.name!r}", s.path, split=s.split, subset=s.subset_name)
+            for s in settings
+        ]
+        for s, rows in zip(settings, opened, strict=True):
+            _check_columns(s, rows[0])
+        return cls(settings, opened)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -117,6 +126,16 @@ def _selected(settings: TasksetSettings, length: int, epoch: int) -> npt.NDArray
         f"taskset {settings.name!r}: selector {settings.selector!r} is not known; use sequential, "
         "shuffle or random"
     )
+
+
+def _check_columns(settings: TasksetSettings, row: Row) -> None:
+    """Refuse a column of questions that is not there, before a task of it fails in every slot.
+
+    Only for workflows of ours: what another reads of a row is its own matter.
+    """
+    asks = row.get(settings.workflow_key) or settings.workflow
+    if asks in _ASKING and settings.prompt_key not in row:
+        messages_of(row, settings, 0)
 
 
 def messages_of(row: Row, settings: TasksetSettings, number: int = -1) -> list[dict[str, Any]]:

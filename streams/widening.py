@@ -1,6 +1,7 @@
 """What a starting process may change of a topic that is there: only what keeps more.
 
-Keeping less deletes records, and is done by `streamrft topics apply` when it is told to.
+Keeping less deletes records, and is done by `streamrft topics apply` when it is told to. Partitions
+and cleanup stay.
 """
 
 from __future__ import annotations
@@ -8,9 +9,27 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ..schemas.errors import ConfigError, LogError
 from .log import TopicSpec
 
 logger = logging.getLogger("streamrft")
+
+
+class TopicDiffers(LogError):
+    """A topic exists with what no topic can change; the configuration has to say the same."""
+
+    exit_code = ConfigError.exit_code
+
+
+def demand_same(found: TopicSpec, wanted: TopicSpec) -> None:
+    """Raise TopicDiffers where partitions or cleanup are others than asked for."""
+    if (found.num_partitions, found.cleanup) != (wanted.num_partitions, wanted.cleanup):
+        raise TopicDiffers(
+            f"{wanted.name}: exists with {found.num_partitions} partitions, cleanup "
+            f"{found.cleanup!r}; asked for {wanted.num_partitions}, {wanted.cleanup!r}. Both are "
+            "fixed when a topic is created: set event_log.partitions to what is there, or give "
+            "the run another name."
+        )
 
 
 def widened(found: TopicSpec, wanted: TopicSpec) -> TopicSpec:

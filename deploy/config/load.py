@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import ConfigError
 from . import checks as config_checks
 from . import support as config_support
 from .read import read
 from .schema import Config, StageConfig
+
+if TYPE_CHECKING:
+    import yaml
+    from omegaconf.errors import OmegaConfBaseException
 
 _RUN_WIDE = (
     "project group name checkpoint_root_dir ray_namespace continue_from_checkpoint event_log "
@@ -70,14 +74,34 @@ def _resolved(path: Path) -> dict[str, Any]:
         resolved = OmegaConf.to_container(parsed, resolve=True)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file. Give a YAML file with --config.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}. Give a YAML file with --config."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(_no_yaml(path, error)) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]} ({error.full_key})") from error
+        raise ConfigError(f"{path}: {error.full_key}: {_unresolved(error)}") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _no_yaml(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    lines = path.read_text().splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    hint = ' Inside { } a value with ${ needs quotes: "${...}".' if "${" in line else ""
+    return f"{path}: no valid YAML: {' '.join(str(error).split())}.{hint}"
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """What is wrong with an interpolation, without the names of exceptions."""
+    text = str(error).splitlines()[0].rpartition("resolving interpolation: ")[2].strip('"')
+    if "Environment variable" in text:
+        return f"{text}. Set it, or write a default: ${{oc.env:NAME,default}}."
+    return f"{text}. Write ${{section.key}}, or ${{oc.env:NAME,default}} for the environment."
 
 
 def _move_aliases(raw: dict[str, Any]) -> list[str]:

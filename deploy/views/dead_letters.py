@@ -72,8 +72,7 @@ def replay_command(args: argparse.Namespace) -> int:
         wanted = _selection(place, args)
         if wanted == Selection() and not args.all:
             raise ConfigError(
-                "dead-letters replay: name IDs, choose by --topic, --reader, --since or --error, "
-                "or say --all."
+                "name IDs, choose by --topic, --reader, --since or --error, or say --all."
             )
         num_sent = num_refused = 0
         letters = DeadLetters(place.log, place.stage.topics)

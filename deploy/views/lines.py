@@ -210,6 +210,8 @@ def _numbered_lines(file: str) -> Iterator[tuple[int, bytes | None]]:
 
 def _open(file: str) -> int:
     try:
-        return os.open(file, os.O_RDONLY)
+        fd = os.open(file, os.O_RDONLY)
+        os.read(fd, 0)  # a folder opens, and cannot be read
+        return fd
     except OSError as error:
         raise StreamrftError(f"--file {file}: {error.strerror}") from error

@@ -111,6 +111,10 @@ def _servers(url: str) -> str:
         raise ConfigError(
             f"event_log: {url!r} found; write kafka://host:9092[,host2:9092] and nothing behind it."
         )
+    for server in parts.netloc.split(","):
+        port = server.rpartition(":")[2] if ":" in server.rpartition("]")[2] else ""
+        if port and not (port.isdecimal() and 0 < int(port) < 65_536):
+            raise ConfigError(f"event_log: port {port!r} in {url}; 1 to 65535 is allowed.")
     return parts.netloc
 
 

@@ -18,7 +18,7 @@ from confluent_kafka.admin import (
 
 from ...schemas.errors import AccessDenied, LogError, UnknownTopic
 from ..log import Partition, TopicInfo, TopicSpec
-from ..widening import widened
+from ..widening import demand_same, widened
 from .cluster import REQUEST_S, Cluster
 from .options import RECORD_MARGIN_BYTES
 
@@ -106,7 +106,7 @@ class Topics:
         self._create(missing)
         found = self.await_topics(wanted)
         for name, spec in wanted.items():
-            _demand_same(found[name], spec)
+            demand_same(found[name], spec)
             made = self._as_made(spec)
             if found[name] != made and found[name] != (wide := widened(found[name], made)):
                 self._alter(wide)
@@ -262,12 +262,3 @@ def _spec(name: str, num_partitions: int, settings: dict[str, str]) -> TopicSpec
         None if kept == _FOREVER else int(kept),
         max(0, int(settings["max.message.bytes"]) - RECORD_MARGIN_BYTES),
     )
-
-
-def _demand_same(found: TopicSpec, wanted: TopicSpec) -> None:
-    if (found.num_partitions, found.cleanup) != (wanted.num_partitions, wanted.cleanup):
-        raise LogError(
-            f"{wanted.name}: exists with {found.num_partitions} partitions, cleanup "
-            f"{found.cleanup!r}; asked for {wanted.num_partitions}, {wanted.cleanup!r}. Both "
-            "are fixed when a topic is created: use another name, or keep them."
-        )

@@ -105,6 +105,9 @@ class Store:
         except LogUnavailable:
             raise
         except LogError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_IOERR:
+                advice = "Look whether its disk is full or gone."
+                raise LogError(f"{self.path}: {error.__cause__}. {advice}") from error
             raise LogError(f"{self.path}: is no streamrft log ({error.__cause__})") from error
         if not is_new and found != APPLICATION_ID:
             raise LogError(f"{self.path}: is another program's SQLite file, no streamrft log")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...schemas.errors import LogError, UnknownTopic
 from ..log import Partition, TopicInfo, TopicSpec
-from ..widening import widened
+from ..widening import demand_same, widened
 from .store import Store
 
 _DELETE_BATCH = 5_000
@@ -84,12 +84,7 @@ class TopicTable:
                 found = self._look_up(spec.name).spec
             except UnknownTopic:
                 found = self._create(spec)
-            if (found.num_partitions, found.cleanup) != (spec.num_partitions, spec.cleanup):
-                raise LogError(
-                    f"{spec.name}: exists with {found.num_partitions} partitions, cleanup "
-                    f"{found.cleanup!r}; asked for {spec.num_partitions}, {spec.cleanup!r}. Both "
-                    "are fixed when a topic is created: use another name, or keep them."
-                )
+            demand_same(found, spec)
             if found != spec and found != (wide := widened(found, spec)):
                 self._alter(wide)
 

@@ -46,6 +46,7 @@ def test_help_is_there_at_once_and_imports_little() -> None:
     assert any(_cpu_s([sys.executable, "-c", script]) < 0.5 for _ in range(5))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+    assert max(map(len, done.stdout.splitlines())) < 80
     assert "usage: streamrft" in done.stdout
 
 
@@ -63,6 +64,8 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("streamrft 0.")
     assert main([]) == 2
+    assert main(["rnu", "-c", "run.yaml"]) == 2
+    assert "Did you mean 'run'? Known: convert, dead-letters" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["run"])
     assert ended.value.code == 2
@@ -75,6 +78,13 @@ def test_a_configuration_error_is_one_line_and_exit_2(unstarted: Cli) -> None:
     assert err == (
         "streamrft run: buffer.batch_sise: unknown key. Did you mean buffer.batch_size?\n"
     )
+
+
+def test_a_full_disk_below_the_output_does_not_change_the_exit_code(unstarted: Cli) -> None:
+    unstarted.config.write_text("buffer: {batch_sise: 3}")
+    command = [sys.executable, "-m", "streamrft.deploy.cli", "train", "-c", str(unstarted.config)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full).returncode == 2
 
 
 def test_debug_shows_where_an_error_came_from(unstarted: Cli) -> None:
@@ -153,6 +163,8 @@ def test_bad_lines_are_named_and_the_rest_goes_on(cli: Cli) -> None:
         assert any(f"line {number}:" in e and what in e for e in err.splitlines()), (number, err)
     assert "2 events produced to p.n.rewards, 5 lines refused" in err
     assert [e["event"]["event_id"] for e in cli.lines("tail", "rewards", "--json")] == ["r1", "r4"]
+    code, _, err = cli.run("produce", "rewards", "--file", str(cli.config.parent))
+    assert (code, err) == (1, f"streamrft produce: --file {cli.config.parent}: Is a directory\n")
 
 
 def test_what_tail_prints_can_be_produced_again(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

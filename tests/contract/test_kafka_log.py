@@ -214,6 +214,8 @@ def test_second_living_member_of_one_name_ends_the_first_with_a_clear_error(plac
     [
         ("kafka://", "write kafka://host:9092"),
         ("kafka://host:9092/topic", "nothing behind it"),
+        ("kafka://host:9092,other:70000", "port '70000' in .*; 1 to 65535 is allowed"),
+        ("kafka://host:http", "port 'http'"),
         ("kafka://me:secret@host:9092", "STREAMRFT_KAFKA_USERNAME"),
     ],
 )

@@ -177,8 +177,9 @@ def test_topics_are_created_once_and_described(place, log):
 
 def test_topic_with_another_number_of_partitions_is_an_error(place, log):
     topic = place.create(log, "fixed", 2)
-    with pytest.raises(LogError, match="2 partitions.*asked for 3"):
+    with pytest.raises(LogError, match="2 partitions.*asked for 3") as raised:
         log.ensure_topics([TopicSpec(topic, 3)])
+    assert raised.value.exit_code == 2
 
 
 def test_describing_an_unknown_topic_is_an_error(place, log):

@@ -1,6 +1,8 @@
 """What the embedded log promises beyond the port: its file, its waits, its members."""
 
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -47,6 +49,18 @@ def test_url_without_a_path_is_a_configuration_error(url):
 def test_unknown_option_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="linger.ms.*known are busy_timeout_ms"):
         open_log(f"sqlite:///{tmp_path}/log.db", Limits(options={"linger.ms": "5"}))
+
+
+def test_a_log_that_has_no_room_to_be_opened_is_not_called_another_file(tmp_path):
+    open_log(f"sqlite:///{tmp_path}/log.db").close()
+    script = (
+        "import resource, sys; from streamrft.streams.log import open_log\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "open_log(sys.argv[1])"
+    )
+    words = [sys.executable, "-c", script, f"sqlite:///{tmp_path}/log.db"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("disk I/O error. Look whether its disk is full or gone.\n")
 
 
 def test_file_that_is_no_database_is_refused_and_left_alone(tmp_path):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,7 +29,7 @@ from streamrft.deploy.plan import ProcessSpec, plan
 from streamrft.deploy.supervisor import Interrupted, supervise
 from streamrft.deploy.views.place import was_started
 from streamrft.schemas import events as ev
-from streamrft.schemas.errors import LogUnavailable
+from streamrft.schemas.errors import LogUnavailable, StreamrftError
 from streamrft.streams.lineage import Lineage, surviving_lineage
 
 CONFIG: dict[str, Any] = {
@@ -182,7 +183,7 @@ def test_a_run_has_one_supervisor(supervised: Supervised) -> None:
     out, _ = second.communicate(timeout=150)
     assert second.returncode == 1
     assert f"process {first.pid}" in out
-    assert "supervises this run already" in out
+    assert "failed: this run runs already: role 'p.n.supervisor', held by streamrft run (p" in out
     assert len(supervised.children()) == 4
 
 
@@ -328,6 +329,18 @@ def a_child(tmp_path: Path, *errors: str) -> Child:
     path = tmp_path / "child.log"
     path.write_text("".join(f"{e}\n" for e in errors))
     return Child(ProcessSpec("join", "join-0"), path)
+
+
+def test_a_child_whose_log_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = a_child(tmp_path)
+    assert child.last_error() == "no word of it"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    assert "the disk of its log is full" in child.last_error()
+    child.log_path = child.log_path / "below a file"
+    with pytest.raises(StreamrftError, match=r"child\.log/below a file: cannot be written: "):
+        child.start([], {})
 
 
 def test_the_same_failure_again_and_again_is_given_up(tmp_path: Path) -> None:

@@ -186,7 +186,12 @@ def test_a_mistake_names_its_place_and_the_mend(text: str, expected: str, tmp_pa
     [
         ("a: [", "no valid YAML"),
         ("- a", "a list found"),
-        ("project: ${oc.env:NOT_SET_ANYWHERE}", "NOT_SET_ANYWHERE"),
+        ("model: {model_path: ${x.y}}", r'needs quotes: "\$\{\.\.\.\}"\.$'),
+        (
+            "project: ${oc.env:NOT_SET}",
+            "Environment variable 'NOT_SET' not found. Set it",
+        ),
+        ("project: ${a.b}", "yaml: project: Interpolation key 'a.b' not found. Write "),
         ("project: ${nowhere}", "nowhere"),
     ],
 )

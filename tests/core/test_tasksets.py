@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -225,6 +226,15 @@ def test_system_prompt_of_the_row_wins_over_that_of_the_taskset():
     assert messages_of({"question": "hi", "sys": "be long"}, chosen)[0]["content"] == "be long"
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
     assert messages_of({"message": own}, chosen) == own
+
+
+def test_a_column_of_questions_that_is_not_there_is_found_at_once(tmp_path):
+    write(tmp_path / "rows.jsonl")
+    fits = settings(path=str(tmp_path / "rows.jsonl"))
+    Tasksets.open([fits])
+    Tasksets.open([replace(fits, prompt_key="other", workflow="mine")])
+    with pytest.raises(ConfigError, match="^taskset 'gsm' row 0: no prompt under 'other'"):
+        Tasksets.open([replace(fits, prompt_key="other", workflow="math_workflow")])
 
 
 def test_row_without_a_prompt_names_its_fields():
