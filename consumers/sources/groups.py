@@ -101,21 +101,25 @@ class GroupAssembly:
         self._unjudged.append(member)
         return True
 
+    def is_news(self, group_id: str, number: int, partition: int, offset: int) -> bool:
+        """Whether a record was not read before, and its group is not closed."""
+        is_new = self.offsets[partition].is_new(offset)
+        return is_new and not self.closed.contains(group_id, number)
+
     def on_unreadable(
         self, group_id: str, number: int, name: str, partition: int, offset: int
-    ) -> bool:
+    ) -> None:
         """Take the place of a record that is no experience, so that its group can go on.
 
-        `name` is its trajectory_id, or anything that is no other's. False when it is known.
+        `name` is its trajectory_id, or anything that is no other's.
         """
         if not self.offsets[partition].read(offset):
-            return False
+            return
         self.offsets[partition].finish(offset)
         group = self._open_group(group_id, number)
         if group is not None and name not in group.members:
             group.gone.add(name)
             self._close_if_dead(group)
-        return group is not None
 
     def on_drop(self, drop: Drop) -> None:
         """Take one record of `drops`: a dead group, or what a trainer dropped on this lineage."""

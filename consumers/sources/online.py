@@ -7,6 +7,7 @@ experience, and payloads up to the cache's size; the rest is read again when its
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class OnlineSource:
         self.payloads = Payloads(log, topics.name("experiences"), check=check)
         self._log, self._steps_done, self.num_read = log, 0, 0
         self._num_came = self._tokens_came = 0
+        self._unread = deque[Record]()
         self._tell_at = self._many_unpaired
         self._consumer = log.consumer(group=f"{topics.namespace}.trainer", member=reader)
         self._consumer.assign(self._start_positions(position or {}))
@@ -82,14 +84,18 @@ class OnlineSource:
     def poll(self, steps_done: int, timeout_ms: int) -> int:
         """Read on and publish the drops that follow; returns how many records came."""
         self._steps_done = steps_done
-        records = self._consumer.poll(MAX_POLL_RECORDS, timeout_ms)
-        self.num_read += len(records)
-        for record in records:
-            self._take_in(record)
+        if not self._unread:
+            self._unread.extend(self._consumer.poll(MAX_POLL_RECORDS, timeout_ms))
+        num_records = len(self._unread)
+        while self._unread:
+            # one that fails, as a log that is away makes it, is taken in by the next poll
+            self._take_in(self._unread[0])
+            self._unread.popleft()
+            self.num_read += 1
         self._drop(self.groups.judge(steps_done, now_ms()))
         self._release()
         self._tell_unpaired()
-        return len(records)
+        return num_records
 
     def next_batch(self, steps_done: int) -> Batch | None:
         """Read what is there and cut the next batch; None when too little came yet.
@@ -107,7 +113,9 @@ class OnlineSource:
                 return Batch(self.payloads.examples(members), members)
             except UnusableExperience as error:
                 broken = next(m for m in selected if m.trajectory_id == error.member.trajectory_id)
-                self._drop_unusable(broken, error.why, steps_done)
+                place = Position(self._topics.name("experiences"), broken.partition, broken.offset)
+                (record,) = self._log.read_at([place])
+                self._drop_unusable(broken, error.why, steps_done, record)
                 self._drop(self.groups.judge(steps_done, now_ms()))
         return None
 
@@ -142,7 +150,9 @@ class OnlineSource:
 
     def position(self) -> dict[str, Any]:
         """Plain JSON for the checkpoint's metadata."""
-        at = self._consumer.positions()
+        at = {**self._consumer.positions()}
+        for record in reversed(self._unread):
+            at[Partition(record.topic, record.partition)] = record.offset
         drops = self._partitions("drops")
         return {
             "groups": self.groups.position(),
@@ -232,7 +242,7 @@ class OnlineSource:
         except (UndecodableRecord, InvalidEvent) as error:
             if self.groups.on_experience(experience, *place):
                 member = member_of(experience, *place)
-                self._drop_unusable(member, f"its trajectory: {error}", self._steps_done)
+                self._drop_unusable(member, f"its trajectory: {error}", self._steps_done, record)
             return
         if self.groups.on_experience(experience, *place):
             self.payloads.keep(record)
@@ -245,37 +255,41 @@ class OnlineSource:
         group_id = known.get("group_id") or (record.key or b"").decode(errors="replace")
         number = known.get("number", _number_of(group_id))
         name = known.get("trajectory_id") or f"{record.partition}@{record.offset}"
-        if not self.groups.on_unreadable(group_id, number, name, record.partition, record.offset):
-            return
-        self._announcer.dead_letter(record, error, self._reader)
-        if known:
-            drop = Drop(
-                trajectory_id=name,
-                group_id=group_id,
-                slot=known["slot"],
-                number=number,
-                reason="invalid",
-                detail=error,
-                where="trainer",
-                branch=self.groups.branch,
-                step=self._steps_done,
-                group_experiences=known["group_experiences"],
-                produced_at=now_ms(),
-            )
-            self._drop([drop])
+        if self.groups.is_news(group_id, number, record.partition, record.offset):
+            self._announcer.dead_letter(record, error, self._reader)
+            if known:
+                known |= {"trajectory_id": name, "group_id": group_id}
+                self._announcer.publish("drops", self._invalid(known, error))
+        # told first: what could not be told is taken in again
+        self.groups.on_unreadable(group_id, number, name, record.partition, record.offset)
+
+    def _invalid(self, known: Mapping[str, Any], error: str) -> Drop:
+        """Of a record of which only the fields that name it could be read."""
+        return Drop(
+            trajectory_id=known["trajectory_id"],
+            group_id=known["group_id"],
+            slot=known["slot"],
+            number=known["number"],
+            reason="invalid",
+            detail=error,
+            where="trainer",
+            branch=self.groups.branch,
+            step=self._steps_done,
+            group_experiences=known["group_experiences"],
+            produced_at=now_ms(),
+        )
 
     def _drop(self, drops: Sequence[Drop]) -> None:
         if drops:
             self._announcer.publish("drops", *drops)
             self._release()
 
-    def _drop_unusable(self, member: Member, why: str, steps_done: int) -> None:
-        place = Position(self._topics.name("experiences"), member.partition, member.offset)
-        (record,) = self._log.read_at([place])
+    def _drop_unusable(self, member: Member, why: str, steps_done: int, record: Record) -> None:
         drop = self.groups.drop(member, "invalid", why, steps_done, now_ms())
-        self.groups.on_drop(drop)
         self._announcer.dead_letter(record, why, self._reader)
-        self._drop([drop])
+        self._announcer.publish("drops", drop)
+        self.groups.on_drop(drop)
+        self._release()
 
     def _release(self) -> None:
         for partition, offset in self.groups.released:

@@ -32,6 +32,10 @@ class FinalOffsets:
             return False
         return True
 
+    def is_new(self, offset: int) -> bool:
+        """Whether `read` would take it."""
+        return offset >= self._next and offset not in self._final
+
     def finish(self, offset: int) -> None:
         """Note its final state; an offset that was not read yet will be skipped when it is."""
         if offset >= self.lowest:

@@ -6,14 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from training_feed import TOPICS, Feed, ended, group, trained_ids
+from training_feed import Feed, ended, group, trained_ids
 
-from streamrft.consumers.announcer import Announcer
 from streamrft.consumers.settings import AlgorithmSettings, FunctionSettings, OptimizerSettings
-from streamrft.consumers.sources.members import BatchRules
-from streamrft.consumers.sources.online import OnlineSource
 from streamrft.schemas import events as ev
-from streamrft.streams.lineage import Lineage
 
 FAST = OptimizerSettings(lr=1e-3)
 
@@ -68,15 +64,7 @@ def test_pairs_of_a_cut_are_trained_again_with_the_same_weights(feed_at):
 
 def test_groups_that_prefer_nothing_are_counted_and_told(feed_at, caplog: pytest.LogCaptureFixture):
     feed = feed_at("collapsed")
-    lease = feed.log.acquire("trainer", owner="test", ttl_ms=60_000, timeout_ms=0)
-    source = OnlineSource(
-        feed.log,
-        TOPICS,
-        Announcer(feed.log, TOPICS, lease),
-        BatchRules(1, in_pairs=True),
-        Lineage.of("main", []),
-        "main",
-    )
+    source = feed.open_source(in_pairs=True)
     for first, end in ((0, 7), (7, 9), (9, 15), (15, 20)):
         for number in range(first, end):
             feed.write(*group(number, reward=0.5))

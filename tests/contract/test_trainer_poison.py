@@ -11,6 +11,7 @@ from training_feed import TOPICS, Feed, ended, experience, group, trained_ids
 
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
+from streamrft.schemas.errors import LogUnavailable
 
 
 @pytest.fixture
@@ -75,3 +76,31 @@ def test_members_whose_trajectory_or_claim_is_broken_are_dropped_and_the_others_
     assert "there is no such object" in dropped["rows.0:0:a"].detail
     assert "its trajectory" in dropped["rows.1:0:a"].detail
     assert len(feed.read("dead_letters", ev.DeadLetter)) == 2
+
+
+def test_log_away_at_a_poison_record_loses_none_of_those_behind_it(
+    feed: Feed, monkeypatch: pytest.MonkeyPatch
+):
+    feed.write(experience(0, 0, trajectory=b"no trajectory"), experience(0, 1), *group(1))
+    feed.write(ended(2), topic="tasks")
+    source = feed.open_source()
+    records = sorted(source._consumer.poll(100), key=lambda r: r.topic.endswith("tasks"))
+    with monkeypatch.context() as away:
+        away.setattr(source._consumer, "poll", lambda *_: records)
+        away.setattr(source._announcer, "publish", unanswered)
+        with pytest.raises(LogUnavailable):
+            source.poll(0, timeout_ms=0)
+    assert source.position()["tasks"] == 0, "its end was not taken in yet"
+    trained: list[str] = []
+    while (batch := source.next_batch(0)) is not None:
+        trained += [m.trajectory_id for m in batch.members]
+        source.take(batch)
+    assert sorted(trained) == ["rows.0:1:a", "rows.1:0:a", "rows.1:1:a"] and source.is_finished
+    assert [d.trajectory_id for d in feed.read("drops", ev.Drop)] == ["rows.0:0:a"]
+    assert len(feed.read("dead_letters", ev.DeadLetter)) == 1
+    assert source.position()["tasks"] == 1
+    source.close()
+
+
+def unanswered(*_: object) -> None:
+    raise LogUnavailable("no broker answers")

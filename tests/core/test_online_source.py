@@ -244,7 +244,9 @@ def test_trainers_drops_count_on_their_lineage_only(branch: str, step: int, coun
 
 def test_unreadable_record_does_not_hold_its_neighbours():
     groups = assembly(batch_groups=1)
-    assert groups.on_unreadable("rows.0", 0, "0@0", 0, 0)
+    assert groups.is_news("rows.0", 0, 0, 0)
+    groups.on_unreadable("rows.0", 0, "0@0", 0, 0)
+    assert not groups.is_news("rows.0", 0, 0, 0)
     feed(groups, [experience(0, 1)], start=1)
     assert ids(groups.select()) == ["rows.0:1:a"]
 

@@ -15,10 +15,14 @@ import numpy as np
 from forked import FORKED
 from topic_events import events_on
 
+from streamrft.consumers.announcer import Announcer
 from streamrft.consumers.settings import AlgorithmSettings, OptimizerSettings, TrainerSettings
+from streamrft.consumers.sources.members import BatchRules
+from streamrft.consumers.sources.online import OnlineSource
 from streamrft.schemas import arrays, codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import Topics, key_of
+from streamrft.streams.lineage import Lineage
 from streamrft.streams.log import open_log, topic_specs
 
 E = TypeVar("E", bound=ev.Event)
@@ -182,6 +186,12 @@ class Feed:
             process.join()
             raise AssertionError(f"the trainer did not end in {timeout_s} s")
         return process.exitcode
+
+    def open_source(self, **rules: Any) -> OnlineSource:
+        """What a trainer reads, of one group a batch, in the process of the test."""
+        lease = self.log.acquire("trainer", owner="test", ttl_ms=60_000, timeout_ms=0)
+        announcer, lineage = Announcer(self.log, TOPICS, lease), Lineage.of("main", [])
+        return OnlineSource(self.log, TOPICS, announcer, BatchRules(1, **rules), lineage, "main")
 
     def read(self, topic: str, *kinds: type[E]) -> list[E]:
         """Events of these kinds on a topic, in order within each partition."""
