@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,11 +16,13 @@ def plugin_files(folders: Iterable[str]) -> Iterator[Path]:
     """The Python files of the folders, those of a folder by name.
 
     Raises:
-        ConfigError: a folder is missing.
+        ConfigError: a folder is missing, or may not be read.
     """
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"--plugin-dir: {folder} is no folder.")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(f"--plugin-dir: {folder} cannot be read: its rights forbid it.")
         yield from sorted(Path(folder).glob("*.py"))
 
 

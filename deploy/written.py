@@ -54,7 +54,8 @@ def _parsed(path: Path) -> ast.Module:
             f"--plugin-dir: {path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plugin-dir: {path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--plugin-dir: {path} cannot be read: {why}") from error
 
 
 def _registered(tree: ast.Module, family: str) -> dict[str, frozenset[str] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,8 @@ def check_place(name: str, path: str) -> None:
     if place.is_file():
         if place.suffix not in _SUFFIXES:
             raise ConfigError(f"{name}: {path} is not read; {_READ} are. {_as_jsonl(place)}")
+        if not os.access(place, os.R_OK):
+            raise ConfigError(f"{name}: {path} cannot be read here: its rights do not allow it.")
     elif not place.is_dir() and _is_local(path):
         raise ConfigError(
             f"{name}: {path} does not exist (seen from {Path.cwd()}). Set its path "

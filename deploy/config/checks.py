@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,6 +55,13 @@ def tasksets(config: Config) -> tuple[Taskset, ...]:
     """The training tasksets, from either key."""
     entry = config.buffer.explorer_input
     return entry.tasksets or ((entry.taskset,) if entry.taskset else ())
+
+
+def _placed(config: Config) -> Iterator[tuple[str, Taskset]]:
+    """The training tasksets, each with the path of its section."""
+    is_list = bool(config.buffer.explorer_input.tasksets)
+    for i, taskset in enumerate(tasksets(config)):
+        yield f"buffer.explorer_input.{f'tasksets[{i}]' if is_list else 'taskset'}", taskset
 
 
 def uses_sft(config: Config) -> bool:
@@ -111,7 +118,7 @@ def _names(config: Config) -> None:
         "explorer.name": config.explorer.name,
         "trainer.name": config.trainer.name,
     }
-    names |= {f"tasksets[{i}].name": t.name for i, t in enumerate(tasksets(config))}
+    names |= {f"{where}.name": taskset.name for where, taskset in _placed(config)}
     for key, name in names.items():
         if name and not is_id(name):
             raise ConfigError(
@@ -186,16 +193,13 @@ def _prompts(config: Config) -> None:
 
 def _tasksets(config: Config) -> None:
     entry = config.buffer.explorer_input
-    found = tasksets(config)
     if entry.taskset is not None and entry.tasksets:
         raise ConfigError("buffer.explorer_input: taskset and tasksets found; give one of them.")
-    if not found:
+    if not tasksets(config):
         raise ConfigError(
             f"buffer.explorer_input.taskset: missing; mode {config.mode} needs tasks to roll out."
         )
-    for i, taskset in enumerate(found):
-        where = f"buffer.explorer_input.{'tasksets' if entry.tasksets else 'taskset'}"
-        where += f"[{i}]" if entry.tasksets else ""
+    for where, taskset in _placed(config):
         if not taskset.name:
             raise ConfigError(f"{where}.name: missing; group ids are made of it.")
         if not taskset.path:
@@ -210,7 +214,7 @@ def _tasksets(config: Config) -> None:
             )
         if taskset.format.prompt_type == "chatpair":
             raise ConfigError(f"{where}.format.prompt_type: chatpair is for DPO, not for rollouts.")
-    _unique("buffer.explorer_input.tasksets: name", (t.name for t in found))
+    _unique("buffer.explorer_input.tasksets: name", (t.name for t in tasksets(config)))
 
 
 def _unique(what: str, names: Iterable[str]) -> None:
@@ -281,7 +285,7 @@ def _retention(config: Config) -> None:
         endless = [name for name, s in config.rewards.items() if s.deadline is None]
         if endless:
             raise ConfigError(
-                f"event_log.retention.{topic}: {kept / 3.6e6:g} h found, but reward source "
+                f"event_log.retention.{topic}: {kept / 3.6e6:.4g} h found, but reward source "
                 f"{endless[0]} has no deadline, so its groups may wait longer. Set "
                 f"rewards.{endless[0]}.deadline."
             )
@@ -289,8 +293,8 @@ def _retention(config: Config) -> None:
         needed = longest + config.streams.late_horizon
         if kept < needed:
             raise ConfigError(
-                f"event_log.retention.{topic}: {kept / 3.6e6:g} h found; the longest reward "
-                f"deadline plus streams.late_horizon is {needed / 3.6e6:g} h, and a shorter "
+                f"event_log.retention.{topic}: {kept / 3.6e6:.4g} h found; the longest reward "
+                f"deadline plus streams.late_horizon is {needed / 3.6e6:.4g} h, and a shorter "
                 "retention would delete what is still joined."
             )
 

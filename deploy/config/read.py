@@ -19,6 +19,7 @@ from ...schemas.errors import ConfigError
 T = TypeVar("T")
 DurationMs = Annotated[int, "duration"]
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_SHOWN_KEYS = 4
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*\Z")
 
 
@@ -61,7 +62,9 @@ def _section(cls: type[T], plain: Any, path: str, reading: _Reading) -> T:
     if plain is None:
         plain = {}
     if not isinstance(plain, Mapping):
-        raise _wrong(path or "the file", plain, "a mapping of keys to values")
+        keys = list(_hints(cls))
+        listed = ", ".join(keys[:_SHOWN_KEYS]) + (", ..." if len(keys) > _SHOWN_KEYS else "")
+        raise _wrong(path or "the file", plain, f"a mapping of keys to values, with {listed}")
     hints, values = _hints(cls), {}
     for key, value in plain.items():
         where = f"{path}.{key}" if path else str(key)

@@ -40,6 +40,8 @@ def tail_command(args: argparse.Namespace) -> int:
         consumer = place.log.consumer()
         records = _last(place, consumer, topic, args.start, limit)
         _print(records, topic, args.json)
+        if not records and not args.json:
+            print(f"{place.stage.topics.name(topic)}: no events yet", file=sys.stderr)
         while args.follow:
             _print(consumer.poll(500, _POLL_MS), topic, args.json)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...schemas.errors import ConfigError, LogError, UnknownTopic
 from ...schemas.topics import CATALOGUE
@@ -36,7 +37,7 @@ def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
     """
     run = plan(config_path)
     path = sqlite_path(run.log_url)
-    if path is not None and not path.exists():
+    if path is not None and not _is_there(path):
         raise LogError(
             f"{path}: no log there yet. Start the run first: streamrft run --config {config_path}"
         )
@@ -45,6 +46,13 @@ def opened(config_path: str, stage_name: str | None) -> Iterator[Place]:
         if not has_topics(log, stage):
             raise LogError(f"{run.log_url}: no topics of {stage.namespace} there yet.")
         yield Place(run, stage, log)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise LogError(f"{path}: cannot be looked at: {error.strerror}") from error
 
 
 def current_stage(log: Log, run: Run) -> Stage:

@@ -52,6 +52,7 @@ create table roles(
     renewed_ms integer not null) without rowid;
 """
 
+_FORBIDDEN = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
 _RETRIABLE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL}
 
 
@@ -77,7 +78,9 @@ class Store:
                 path, timeout=busy_timeout_ms / 1000, isolation_level=None
             )
         except (OSError, sqlite3.Error) as error:
-            raise LogError(f"{path}: cannot be opened ({error})") from error
+            raise LogError(
+                f"{path}: cannot be opened ({error}). Look at the rights of the file and its folder"
+            ) from error
         self._busy_ms = busy_timeout_ms
         try:
             self._prepare()
@@ -196,4 +199,5 @@ class Store:
             return LogUnavailable(
                 f"{self.path}: locked by another process for over {self._busy_ms / 1000:g} s"
             )
-        return LogError(f"{self.path}: {error}")
+        advice = ". Look at the rights of the file and its folder" if code in _FORBIDDEN else ""
+        return LogError(f"{self.path}: {error}{advice}")

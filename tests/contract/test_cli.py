@@ -101,6 +101,9 @@ def test_a_run_that_never_started_has_no_log_and_gets_none(
     assert code == 1
     assert "no log there yet. Start the run first: streamrft run --config" in err
     assert not (tmp_path / "runs").exists()
+    unstarted.change(event_log=f"sqlite:///{tmp_path}/{'long' * 99}/log.db")
+    code, _, err = unstarted.run(*words)
+    assert code == 1 and err.endswith("log.db: cannot be looked at: File name too long\n")
 
 
 def test_a_dry_run_shows_values_facts_and_warnings_and_starts_nothing(
@@ -260,6 +263,11 @@ def test_tail_for_people_is_one_line_an_event_poison_included(cli: Cli) -> None:
     assert "rows.0:1:a  stop  policy 0  3 tokens  rule 1" in out
     assert "rows.0:0:a  failed: it broke" in out
     assert "no event: " in out
+
+
+def test_tail_of_an_empty_topic_says_so_beside_the_output(cli: Cli) -> None:
+    assert cli.run("tail", "drops") == (0, "", "p.n.drops: no events yet\n")
+    assert cli.run("tail", "drops", "--json") == (0, "", "")
 
 
 def test_tail_follows(cli: Cli) -> None:

@@ -122,6 +122,10 @@ def test_a_plugin_that_is_no_python_or_missing_is_named_with_its_line(cli: Cli) 
     run = plan(cli.config, (str(folder),))
     with pytest.raises(ConfigError, match=r"bad\.py:2: invalid syntax: def broken\(:"):
         check_functions(run, [(run.stages[0], "explore")])
+    (folder / "bad.py").unlink()
+    (folder / "bad.py").mkdir()
+    with pytest.raises(ConfigError, match=r"bad\.py cannot be read: Is a directory$"):
+        check_functions(run, [(run.stages[0], "explore")])
     run = plan(cli.config, (str(folder / "away"),))
     with pytest.raises(ConfigError, match="away is no folder"):
         check_functions(run, [(run.stages[0], "explore")])
@@ -141,7 +145,7 @@ def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) ->
 
 
 def test_rows_and_models_that_are_not_there_end_a_run_before_it_starts(
-    cli: Cli, tmp_path: Path
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tmp_path / "rows.csv"
     with_taskset(cli, path=str(rows))
@@ -152,6 +156,9 @@ def test_rows_and_models_that_are_not_there_end_a_run_before_it_starts(
     assert code == 2 and f"{rows} is not read; .jsonl" in err and f"> {tmp_path}/rows.jsonl" in err
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a"}))
     with_taskset(cli, path=str(tmp_path / "rows.jsonl"))
+    with monkeypatch.context() as patched:  # root may read everything
+        patched.setattr("os.access", lambda path, mode: False)
+        assert "rows.jsonl cannot be read here: its rights" in cli.run("run")[2]
     cli.change(model={"model_path": "./away", "max_model_len": 64})
     for command in ("run", "train"):
         code, _, err = cli.run(command)

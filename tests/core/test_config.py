@@ -90,7 +90,10 @@ MISTAKES = [
     ("buffer.batch_size=1.5", r"^buffer\.batch_size: 1\.5"),
     ("buffer.batch_size=null", r"^buffer\.batch_size: nothing \(null\) found"),
     ("buffer.batch_size=true", r"^buffer\.batch_size: True \(true/false\) found"),
-    ("buffer=[]", r"^buffer: \[\] \(a list\) found; allowed is a mapping"),
+    (
+        "buffer=[]",
+        r"^buffer: \[\] \(a list\) found; allowed is a mapping of keys to values, with batch",
+    ),
     ("name=a b", r"^name: 'a b' found.*only letters"),
     ("name=3", r"^name: 3 .*text \(put it in quotes\)"),
     ("name=..", r"^name: '\.\.' found.*not dots alone"),
@@ -125,6 +128,10 @@ MISTAKES = [
     ("algorithm.algorithm_type=sft", r"^mode: both with algorithm_type sft.*mode: train"),
     ("buffer.train_batch_size=30", r"30 found, no multiple of algorithm\.repeat_times 4.*28 or 32"),
     ("buffer.explorer_input.taskset.name=''", r"taskset\.name: missing"),
+    (
+        "buffer.explorer_input.taskset.name='a b'",
+        r"^buffer\.explorer_input\.taskset\.name: 'a b' f",
+    ),
     ("buffer.explorer_input.taskset.path=null", r"taskset\.path: missing"),
     (
         "buffer.total_steps=3 & trainer.total_steps=4",
