@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import (
+    OFFSET_INVALID,
     Consumer,
     IsolationLevel,
     KafkaError,
@@ -125,13 +126,22 @@ class Cluster:
                 wanted, isolation_level=level, request_timeout=REQUEST_S
             )
             return {
-                Partition(at.topic, at.partition): self.result(
-                    future, f"{at.topic}[{at.partition}]"
-                ).offset
+                Partition(at.topic, at.partition): self._offset(at, future)
                 for at, future in asked.items()
             }
 
         return self._patient(ask, topics={p.topic for p in wanted})
+
+    def _offset(self, at: TopicPartition, future: Future[Any]) -> int:
+        """Raises LogUnavailable where librdkafka has no answer and no error, only OFFSET_INVALID.
+
+        So it was seen (2.16) while a broker was started again; taken for an end, it hides records.
+        """
+        place = f"{at.topic}[{at.partition}]"
+        offset = self.result(future, place).offset
+        if offset == OFFSET_INVALID:
+            raise LogUnavailable(f"{place}: no broker says which offsets it has. Try again.")
+        return offset
 
     def committed(
         self, group: str, partitions: Iterable[Partition], member: Consumer | None = None

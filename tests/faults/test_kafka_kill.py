@@ -3,7 +3,9 @@
 import json
 import random
 import secrets
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from log_process import Worker, read, wait_for
 from streamrft.schemas.errors import Fenced, LogUnavailable
 from streamrft.streams.kafka.writers import Outgoing
 from streamrft.streams.log import Limits, Partition, TopicSpec, open_log
-from streamrft.streams.reading import read_to_end
+from streamrft.streams.reading import begins, read_to_end
 
 SESSION_MS = 1_500
 ROUNDS = 6
@@ -203,6 +205,39 @@ def test_acknowledged_records_survive_a_killed_broker_and_processes_go_on(broker
     assert [r.value for r in found.values()].count(b"fenced") == 1
     assert len(read_before) + len(read(reader, len(found) - len(read_before))) == len(found)
     log.close()
+
+
+def test_ends_are_right_or_not_known_while_a_broker_comes_back(broker):
+    log = open_log(broker.url, LIMITS)
+    partitions = create(log, "topic")
+    producer = log.producer()
+    for p in range(4):
+        producer.send("topic", b"v", partition=p)
+    producer.flush()
+    told, is_over = [], threading.Event()
+
+    def ask():
+        own = open_log(broker.url, LIMITS)
+        while not is_over.is_set():
+            with suppress(LogUnavailable):
+                told.append((own.end_offsets(partitions), begins(own, "topic")))
+        own.close()
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    wait_for(lambda: told)
+    for _ in range(2):
+        broker.kill()
+        broker.start()
+        num = len(told)
+        wait_for(lambda n=num: len(told) > n + 3)
+    is_over.set()
+    for asker in askers:
+        asker.join(60)
+    log.close()
+    assert all(ends == dict.fromkeys(partitions, 1) for ends, _ in told)
+    assert all(first == dict.fromkeys(partitions, 0) for _, first in told)
 
 
 def flush_when_it_is_back(producer):
