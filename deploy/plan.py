@@ -113,6 +113,8 @@ class Run:
         for stage in self.stages:
             if stage.name == name:
                 return stage
+        if name is None:
+            raise ConfigError(f"--stage: missing; name one of {', '.join(names)}.")
         listed = ", ".join(names) if names != [""] else "none: the run has no stages"
         raise ConfigError(f"--stage: {name!r} found; stages of {self.config_path} are {listed}.")
 

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import ConfigError
+from ..schemas.errors import ConfigError, MissingExtra
 from ..streams.rows import check_place
+from ..streams.shell import check_shell
+from .config.adapters import check_peft
 from .handover import last_trained
 from .parent import before_exec
 from .plan import Run, Stage
@@ -25,6 +28,7 @@ from .plugins import plugin_files
 from .written import entries_of
 
 _ANSWER_S = 120.0
+_LIBRARIES = ("torch", "transformers", "safetensors", "jinja2")
 _ALGORITHM = {
     "advantage_fn": "ADVANTAGES",
     "policy_loss_fn": "POLICY_LOSSES",
@@ -62,6 +66,17 @@ def check_functions(run: Run, roles: Iterable[tuple[Stage, str]]) -> None:
     ]
     if doubtful:
         _ask(run, doubtful)
+
+
+def check_extras(stage: Stage, command: str) -> None:
+    """Raise MissingExtra where a role's libraries are not installed; nothing is imported."""
+    if command in ("train", "explore"):
+        for name in _LIBRARIES:
+            if find_spec(name) is None:
+                raise MissingExtra(f"{name}, which streamrft {command} needs,", "train")
+        check_peft(stage.config)
+    if command == "join" and stage.streams is not None:
+        check_shell(stage.streams)
 
 
 def check_places(stage: Stage, command: str) -> None:

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Literal
 from ..schemas.errors import ConfigError
 from ..streams.faust.membership import THREAD as FAUST_THREAD
 from ..streams.process import Process
-from .config.adapters import check_peft
 from .handover import with_model
 from .parent import PARENT_VARIABLE, die_with_parent
 from .plan import Run, Stage, plan
 from .plugins import load_plugins
-from .preflight import check_functions, check_model, check_places
+from .preflight import check_extras, check_functions, check_model, check_places
 from .ranks import followers, ignore_signals, is_follower
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ def role_command(args: argparse.Namespace) -> int:
     run = plan(args.config, tuple(args.plugin_dir))
     stage = _with_engine(run.stage(args.stage), getattr(args, "engine", None))
     _check_role(stage, args.command)
+    check_extras(stage, args.command)
     if not is_supervised:  # whoever started it has looked
         check_functions(run, [(stage, args.command)])
         check_places(stage, args.command)
@@ -171,8 +171,6 @@ def _with_engine(stage: Stage, engine: Literal["native", "faust"] | None) -> Sta
 def _start(
     process: Process, stage: Stage, command: str, make_shell: MakeShell | None = None
 ) -> None:
-    if command in ("explore", "train"):
-        check_peft(stage.config)
     if command == "schedule":
         assert stage.scheduler is not None
         from ..producers.scheduler import run_scheduler

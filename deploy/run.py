@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ..schemas.errors import ConfigError
-from .config.adapters import check_peft
 from .config.checks import is_secret_name
 from .config.training import groups_a_step
 from .plan import Run, Stage, plan
@@ -27,17 +26,15 @@ def run_command(args: argparse.Namespace) -> int:
             print(f"warning: {warning}", file=sys.stderr)
         print(resolved_text(run), end="")
         return 0
-    from ..streams.shell import check_shell
-    from .preflight import check_functions
+    from .preflight import check_extras, check_functions
     from .supervisor import supervise
     from .views.display import screen_for
 
     wanted = [run.stage(args.stage)] if args.stage is not None else run.stages
-    for stage in wanted:
-        check_peft(stage.config)
-        if stage.streams is not None:
-            check_shell(stage.streams)
-    check_functions(run, [(stage, command) for stage in wanted for command in stage.commands])
+    roles = [(stage, command) for stage in wanted for command in stage.commands]
+    for stage, command in roles:
+        check_extras(stage, command)
+    check_functions(run, roles)
     with screen_for(sys.stdout, plain=args.plain) as screen:
         return supervise(run, screen, only_stage=args.stage)
 

@@ -60,7 +60,8 @@ class Interrupted(StreamrftError):
     """A signal asked the run to stop."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name}: every process ends its work; again ends them at once")
         self.number = number
 
 

@@ -159,6 +159,9 @@ def test_rows_and_models_that_are_not_there_end_a_run_before_it_starts(
     with monkeypatch.context() as patched:  # root may read everything
         patched.setattr("os.access", lambda path, mode: False)
         assert "rows.jsonl cannot be read here: its rights" in cli.run("run")[2]
+        patched.setattr("streamrft.deploy.preflight.find_spec", lambda name: None)
+        code, _, err = cli.run("run")
+        assert code == 1 and "torch, which streamrft train needs, is not installed. Run: pip" in err
     cli.change(model={"model_path": "./away", "max_model_len": 64})
     for command in ("run", "train"):
         code, _, err = cli.run(command)

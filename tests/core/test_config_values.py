@@ -354,7 +354,7 @@ def test_stages_merge_deep_and_hand_over(tmp_path: Path) -> None:
 def test_a_stage_must_be_named_among_several(tmp_path: Path) -> None:
     run = planned(tmp_path, {"stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
     assert run.stage("b").name == "b"
-    with pytest.raises(ConfigError, match="None found; stages of .* are a, b"):
+    with pytest.raises(ConfigError, match="^--stage: missing; name one of a, b"):
         run.stage(None)
 
 
