@@ -260,6 +260,7 @@ class Learner(Savable):
         tokens = batch.tokens(objective, rows, logprobs, ref_logprobs, step)
         terms = MicroTerms(
             weights=batch.moved(objective.weights),
+            shared_weights=batch.moved(objective.shared_weights),
             behaviour_logprobs=batch.moved(objective.flat.behaviour_logprobs),
             correction=batch.moved(objective.flat.correction),
             entropies=entropies,

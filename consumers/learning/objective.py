@@ -31,7 +31,9 @@ class Objective:
     Args:
         flat: the sequences that have trained tokens.
         advantages: float32 [N].
-        weights: float32 [N], of each token's loss in the total.
+        weights: float32 [N], of each token's policy loss in the total.
+        shared_weights: float32 [N], of its KL and entropy, where an expert's tokens and the
+            policy's own have a mean each in the policy loss; None: the same.
         active: int64, sequences whose loss is not 0 whatever the weights; others need no pass.
         is_expert: bool [S], an expert wrote it.
         preferences: int64 [S], 1 wanted, -1 unwanted, None where nothing is preferred.
@@ -50,6 +52,7 @@ class Objective:
     is_paired: bool
     num_trained_examples: int
     num_trained_tokens: int
+    shared_weights: Floats | None = None
     kl_baseline: float = 0.0
 
     def cuts(
@@ -87,8 +90,7 @@ def prepare(
     is_expert = np.array([e.is_expert for e, _ in chosen], bool)
     is_paired = getattr(algorithm.policy_loss, "is_paired", False)
     num_trained = flat.num_trained
-    horizon = max_tokens or int(num_trained.max(initial=1))
-    weights = np.repeat(_weights(algorithm, num_trained, is_expert, horizon), num_trained)
+    weights, shared = _weights(algorithm, num_trained, is_expert, max_tokens)
     active = np.arange(len(num_trained))
     if algorithm.can_skip_zero_advantage and len(active):
         active = np.flatnonzero(np.logical_or.reduceat(advantages != 0, flat.trained_starts[:-1]))
@@ -97,7 +99,8 @@ def prepare(
     return Objective(
         flat=flat,
         advantages=advantages,
-        weights=weights.astype(np.float32),
+        weights=weights,
+        shared_weights=shared,
         active=active,
         is_expert=is_expert,
         preferences=_preferences([e for e, _ in chosen], is_paired=is_paired),
@@ -112,7 +115,8 @@ class MicroTerms:
     """What a micro-batch's loss is made of beside its tokens; [N] each.
 
     Args:
-        weights: of each token's loss in the total.
+        weights: of each token's policy loss in the total; `shared_weights` of its KL and entropy,
+            None for the same.
         behaviour_logprobs: as recorded.
         correction: what a token's policy loss is multiplied by; None for 1.
         entropies: of the policy, where the loss has them.
@@ -122,6 +126,7 @@ class MicroTerms:
     weights: Tensor
     behaviour_logprobs: Tensor
     correction: Tensor | None = None
+    shared_weights: Tensor | None = None
     entropies: Tensor | None = None
     kl_coef: float = 0.0
 
@@ -136,18 +141,20 @@ def micro_loss(
     """
     policy = algorithm.policy_loss(tokens)
     losses = policy.losses if terms.correction is None else policy.losses * terms.correction
-    parts = {"pg_loss": (losses, 1.0)}
+    weights = shared = terms.weights
+    if terms.shared_weights is not None:
+        shared = terms.shared_weights
+    sums, coefs = {"pg_loss": (weights * losses).sum()}, {"pg_loss": 1.0}
     if algorithm.kl.is_active:
         assert tokens.ref_logprobs is not None
         kl = algorithm.kl(tokens.logprobs, tokens.ref_logprobs, tokens.old_logprobs)
-        parts["kl_loss"] = (kl, terms.kl_coef)
+        sums["kl_loss"], coefs["kl_loss"] = (shared * kl).sum(), terms.kl_coef
     if terms.entropies is not None:
-        entropies = terms.entropies
-        if algorithm.entropy.skips_experts and tokens.is_expert is not None:
-            entropies = entropies.masked_fill(tokens.is_expert, 0.0)
-        parts["entropy_loss"] = (entropies, -algorithm.entropy.entropy_coef)
-    sums = {name: (terms.weights * values).sum() for name, (values, _) in parts.items()}
-    total = torch.stack([sums[n] * coef for n, (_, coef) in parts.items()]).sum()
+        is_own = algorithm.entropy.skips_experts
+        entropies = tokens.own(weights * terms.entropies) if is_own else shared * terms.entropies
+        sums["entropy_loss"] = entropies.sum()
+        coefs["entropy_loss"] = -algorithm.entropy.entropy_coef
+    total = torch.stack([sums[name] * coefs[name] for name in sums]).sum()
     metrics = {f"loss/{n}": s.detach() for n, s in sums.items()} | {"loss/loss": total.detach()}
     for name, values in policy.metrics.items():
         if name.startswith("seq/"):
@@ -254,15 +261,24 @@ def length_bias(examples: Sequence[TrainingExample], objective: Objective) -> di
 
 
 def _weights(
-    algorithm: Algorithm, num_trained: Indices, is_expert: npt.NDArray[np.bool_], horizon: int
-) -> npt.NDArray[np.float64]:
-    """Weight of a token by its sequence, [S]; an expert's have their own mean where asked."""
+    algorithm: Algorithm,
+    num_trained: Indices,
+    is_expert: npt.NDArray[np.bool_],
+    max_tokens: int | None,
+) -> tuple[Floats, Floats | None]:
+    """Weights [N] of the policy loss, and of the rest where an expert's have a mean of their own.
+
+    `num_trained` and `is_expert` are [S].
+    """
+    horizon = max_tokens or int(num_trained.max(initial=1))
+    shared = algorithm.token_weights(num_trained, horizon=horizon)
+    spread = np.repeat(shared, num_trained).astype(np.float32)
     if not getattr(algorithm.policy_loss, "splits_experts", False):
-        return algorithm.token_weights(num_trained, horizon=horizon)
-    weights = np.zeros(len(num_trained))
+        return spread, None
+    apart = np.zeros(len(num_trained))
     for chosen in (is_expert, ~is_expert):
-        weights[chosen] = algorithm.token_weights(num_trained[chosen], horizon=horizon)
-    return weights
+        apart[chosen] = algorithm.token_weights(num_trained[chosen], horizon=horizon)
+    return np.repeat(apart, num_trained).astype(np.float32), spread
 
 
 def _preferences(examples: Sequence[TrainingExample], *, is_paired: bool) -> Indices | None:

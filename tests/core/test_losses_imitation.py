@@ -11,6 +11,7 @@ from loss_cases import (
     CENTRED,
     NO_KL,
     NOW,
+    THEN,
     agrees_with_autograd,
     algorithm,
     arrays,
@@ -84,6 +85,14 @@ def test_mix_by_hand_takes_two_means_apart():
     assert loss == pytest.approx(0.75 * -1.9 / 3 + 0.25 * 2 * 0.6931472, abs=1e-6)
     assert metrics["mean/mu"] == pytest.approx(3 * 0.25)
     assert metrics["mean/pg_clipfrac"] == 1.0
+
+
+def test_the_kl_beside_an_expert_is_one_mean_over_all_tokens():
+    """d is ln 2, -ln 2 | ln 1.5 | 0, -2 ln 2; own and expert's means would add up instead."""
+    kl = FunctionSettings("k1", {"kl_coef": 0.1})
+    chosen = algorithm("mix", advantage_fn=CENTRED, kl_loss_fn=kl)
+    metrics = whole_loss(chosen, with_expert(), reference=THEN)[1]
+    assert metrics["loss/kl_loss"] == pytest.approx((np.log(1.5) - 2 * LN2) / 5, abs=1e-6)
 
 
 def test_chord_by_hand_weighs_the_experts_tokens_by_p_times_one_minus_p():

@@ -176,9 +176,10 @@ def whole_loss(
         pairs=torch.arange(len(flat.lengths)) // 2 if objective.is_paired else None,
         step=step,
     )
-    correction = flat.correction
+    correction, shared = flat.correction, objective.shared_weights
     terms = MicroTerms(
         weights=torch.tensor(objective.weights, dtype=torch.float64),
+        shared_weights=None if shared is None else torch.tensor(shared, dtype=torch.float64),
         behaviour_logprobs=torch.tensor(flat.behaviour_logprobs, dtype=torch.float64),
         correction=None if correction is None else torch.tensor(correction, dtype=torch.float64),
         kl_coef=chosen.kl.kl_coef,
