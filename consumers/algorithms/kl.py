@@ -48,12 +48,13 @@ class KlLoss:
     def next_coef(self, coef: float, kl: float, num_experiences: int) -> float:
         """The coefficient of the next step: coef (1 + e n / horizon), e = KL / target - 1.
 
-        e is clamped to +-0.2; a KL that is not finite changes nothing.
+        e is clamped to +-0.2, and n / horizon to 1, or the coefficient could fall below 0; a KL
+        that is not finite changes nothing.
         """
         if self.target_kl is None or not math.isfinite(kl):
             return coef
         error = min(max(kl / self.target_kl - 1, -0.2), 0.2)
-        return coef * (1 + error * num_experiences / self.horizon)
+        return coef * (1 + error * min(1.0, num_experiences / self.horizon))
 
 
 def _register(name: str) -> Callable[[Estimator], Estimator]:

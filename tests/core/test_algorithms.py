@@ -194,6 +194,7 @@ def test_an_adaptive_coefficient_is_steered_to_the_target(measured: float, expec
     assert kl.next_coef(0.2, measured, 50) == pytest.approx(expected)
     fixed = algorithm(kl_loss_fn=FunctionSettings("k2", {"kl_coef": 0.2})).kl
     assert fixed.next_coef(0.2, measured, 50) == 0.2
+    assert kl.next_coef(0.2, 0.0, 10**6) == pytest.approx(0.16), "no batch turns its sign"
 
 
 def test_an_adaptive_coefficient_needs_a_target_and_a_horizon():
