@@ -163,7 +163,7 @@ class Transactional:
             self._client.begin_transaction()
             batch.hand_over(self._client)
             for error in batch.errors.values():
-                raise KafkaException(error)
+                raise KafkaException(self._cause(error))
             for metadata, positions in commits:
                 places = [TopicPartition(t, p, at) for (t, p), at in positions.items()]
                 self._send_positions(places, metadata)
@@ -182,6 +182,16 @@ class Transactional:
             raise
         assert all(batch.positions) or self._is_silent, "all of it was acknowledged"
         return [at for at in batch.positions if at is not None]
+
+    def _cause(self, error: KafkaError) -> KafkaError:
+        """What stands behind `_FATAL`, all that a record hears of a client that is fenced."""
+        if error.code() != KafkaError._FATAL:
+            return error
+        try:
+            self._client.abort_transaction(_ABORT_S)
+        except KafkaException as raised:
+            return raised.args[0]
+        return error
 
     def _send_positions(self, places: list[TopicPartition], metadata: Any) -> None:
         """In a thread that can be left behind.

@@ -86,6 +86,26 @@ def test_holder_that_passed_its_check_before_the_pause_is_fenced_by_the_broker(l
     other.close()
 
 
+def test_holder_that_is_fenced_while_it_hands_its_records_over_is_told_so(log, prefix):
+    partitions = create(log, f"{prefix}.topic")
+    other = log.reopen()
+    old = log.acquire(f"{prefix}.trainer", owner="old", ttl_ms=200, timeout_ms=0)
+    new = other.acquire(f"{prefix}.trainer", owner="new", ttl_ms=60_000, timeout_ms=60_000)
+    record = Outgoing(partitions[0].topic, 0, None, b"late", [], 1)
+
+    class Slowly(list[Outgoing]):
+        def __iter__(self):
+            for one in super().__iter__():
+                yield one
+                time.sleep(0.02)
+
+    with pytest.raises(Fenced):
+        log._roles.writer(old).write(Slowly([record] * 100))
+    other.renew(new)
+    assert values_of(other, partitions) == []
+    other.close()
+
+
 def test_paused_member_cannot_commit_after_its_successor(kafka_url, log, prefix):
     partitions = create(log, f"{prefix}.topic")
     topic, group = f"{prefix}.topic", f"{prefix}.group"
