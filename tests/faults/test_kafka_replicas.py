@@ -20,7 +20,8 @@ def cluster(tmp_path):
 @pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "faust"])
 def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, cluster, engine):
     changes = {"event_log": {"options": REPLICATED}}
-    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes) as chaos:
+    told = {"is_alone": engine == "native"}
+    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes, **told) as chaos:
         crowd = chaos.crowd
         chaos.begin()
         crowd.pass_until(
@@ -34,4 +35,4 @@ def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, clus
         node.start()
         chaos.finish()
         assert crowd.watch.total("trajectories") > num_fed
-        chaos.demand(is_alone=engine == "native")
+        chaos.demand()

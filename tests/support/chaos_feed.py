@@ -58,7 +58,7 @@ class Feed:
     namespace: str
     seed: int
     seconds: float
-    rate: int = 3_600
+    rate: int
     begins_ms: int = field(default_factory=now_ms)
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -208,12 +208,12 @@ class Feeder:
 
 
 class Sending:
-    """What was sent until no more groups began, in how long; what was sent in all."""
+    """What was sent until no more groups began, in how long; all records, all values by topic."""
 
     def __init__(self, feed: Feed) -> None:
         self._begin = time.monotonic()
         self._is_enough = False
-        self._sent, self._seconds = 0, 0.0
+        self._sent, self._num_records, self._seconds = 0, 0, 0.0
         self._values: dict[str, set[bytes | None]] = defaultdict(set)
         self._entries = feed.entries(lambda: self._is_enough)
         self._next = next(self._entries, None)
@@ -229,6 +229,7 @@ class Sending:
             self._values[topic].add(value)
             self._next, num = next(self._entries, None), num + 1
         flush(producer)
+        self._num_records += num
         if not self._is_enough:
             self._sent, self._seconds = self._sent + num, time.monotonic() - self._begin
         self._is_enough |= told
@@ -238,7 +239,8 @@ class Sending:
     def said(self) -> dict[str, float]:
         """For whoever reads it."""
         distinct = {topic: len(values) for topic, values in self._values.items()}
-        return {"sent": self._sent, "seconds": self._seconds, **distinct}
+        times = {"sent": self._sent, "seconds": self._seconds}
+        return {**times, "records": self._num_records, **distinct}
 
 
 def flush(producer: Producer) -> None:

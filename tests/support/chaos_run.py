@@ -12,13 +12,15 @@ from typing import Any
 
 from chaos_check import check
 from chaos_feed import Feed, Feeder
-from chaos_join import Crowd, Place, plan_of
+from chaos_join import Crowd, Place, num_read, plan_of
 from kafka_broker import Broker
 from small_run import merge
 
 # what is demanded of a machine that does nothing else
 RESUME_S, LEAVE_S = 15.0, 10.0
 DRAIN_S, FEED_S, STILL_S = 180.0, 180.0, 2.0
+# events a second, on such a machine and on one that has other things to do
+RATE, BUSY_RATE = 3_600, 1_200
 # the feed goes on for so long after the last change, and nowhere so long that it ends before
 LAST_S, LONGEST_S = 3.0, 600.0
 SESSION = {"session_timeout_ms": 6_000}
@@ -34,16 +36,30 @@ class Chaos:
         seed: int,
         engine: str,
         changes: Mapping[str, Any] | None = None,
+        *,
+        is_alone: bool = True,
         feed_s: float = LONGEST_S,
     ) -> None:
-        """`changes`: to the configuration. `feed_s`: when the feed ends if nobody ends it."""
+        """A run that nothing was fed to yet.
+
+        Args:
+            folder: of this run alone.
+            url: of the log.
+            seed: what is fed, and who comes and goes when.
+            engine: the workers' shell.
+            changes: to the configuration.
+            is_alone: nothing else runs on this machine, so how long things take says something.
+            feed_s: when the feed ends if nobody ends it.
+        """
+        self.is_alone = is_alone
         folder.mkdir()
         name = {"name": f"chaos-{secrets.token_hex(4)}", "event_log": {"options": SESSION}}
         self.rng = random.Random(seed)
         self.place = Place(folder, url, merge(name, changes or {}))
         self.changes = plan_of(self.rng)
         self.pauses = [self.rng.uniform(0.7, 1.7) for _ in self.changes]
-        feed = Feed(url, self.place.topics.namespace, seed, feed_s)
+        rate = RATE if is_alone else BUSY_RATE
+        feed = Feed(url, self.place.topics.namespace, seed, feed_s, rate)
         self.feeder = Feeder(feed, folder)
         self.crowd = Crowd(self.place, ["--engine", engine], self.rng)
 
@@ -77,7 +93,7 @@ class Chaos:
         self.crowd.end_all()
 
     def await_joined(self, within_s: float = DRAIN_S) -> None:
-        """Until nothing more is fed, every group is closed and nothing moves; if it comes to that.
+        """Until all is fed and read, every group closed and nothing moves; if it comes to that.
 
         What is missing is named by `demand`.
         """
@@ -86,7 +102,8 @@ class Chaos:
         while time.monotonic() < deadline:
             self.crowd.pause(0.5)
             is_open = watch.total("open_groups") + watch.total("early")
-            if not is_open and watch.still_s() > STILL_S:
+            num = self.said["records"] + watch.total("forwarded")
+            if num_read(watch.totals()) >= num and not is_open and watch.still_s() > STILL_S:
                 return
 
     @cached_property
@@ -99,7 +116,7 @@ class Chaos:
         """Events a second that the feed had while groups began."""
         return self.said["sent"] / self.said["seconds"]
 
-    def demand(self, *, is_alone: bool) -> None:
+    def demand(self) -> None:
         """Everything that must hold at the end; where nothing else runs here, also in time."""
         watch = self.crowd.watch
         waits_s = watch.waits_s([at for _, at in self.crowd.kills])
@@ -108,7 +125,7 @@ class Chaos:
         check(self.place, self.said, watch.totals())
         status = self.place.status()
         assert status.returncode == 0, status.stdout + status.stderr
-        if is_alone:
+        if self.is_alone:
             assert max(waits_s, default=0.0) < RESUME_S
             assert max(self.crowd.ends_s) < LEAVE_S
 

@@ -1,6 +1,6 @@
 """`streamrft` with a Faust that skips records: python faust_skips.py TOLD join --config ...
 
-TOLD is JSON. `middle`: so many records that this process would get next after its 3,000th are not
+TOLD is JSON. `middle`: so many records that this process would get next after its 1,000th are not
 delivered, as stock Faust does on some rebalances. `end`: records whose key begins with this are not
 delivered either, each once: with nothing behind them, nothing shows that they were skipped.
 `positions`: whether the shell's own positions make good for that; without, Faust is trusted.
@@ -16,7 +16,7 @@ from streamrft.streams.faust.consumer import FaustConsumer, _Reading
 from streamrft.streams.faust.exchange import Exchange
 from streamrft.streams.log import Record
 
-BEGIN = 3_000
+BEGIN = 1_000
 
 
 def skip(middle: int, end: str) -> None:
@@ -29,6 +29,8 @@ def skip(middle: int, end: str) -> None:
         num += 1
         is_last = bool(end) and (record.key or b"").startswith(end.encode())
         if record.position not in skipped and (BEGIN < num <= BEGIN + middle or is_last):
+            if not skipped:
+                print("begins to skip", flush=True)
             skipped.add(record.position)
             return
         usual(self, record)
