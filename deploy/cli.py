@@ -198,7 +198,7 @@ def _add_tail(
 
 def _add_topics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what = "compare a run's topics with the log, create and alter them"
-    topics = _add_family(commands, "topics", what)
+    topics = _add_family(commands, "topics", what, "plan|apply|describe")
     what = "show what apply would change: exit 0 nothing, 3 changes, 4 some are refused"
     planned = _add(topics, "plan", what, "views.topics:plan_command")
     what = "show the same and do it: exit 0 done, 4 refused and nothing done"
@@ -218,7 +218,7 @@ def _add_topics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_dead_letters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what = "records that no reader could take: see them, send them again"
-    family = _add_family(commands, "dead-letters", what)
+    family = _add_family(commands, "dead-letters", what, "list|show|replay")
     what = "print where each lies, why it was refused and how it begins"
     _add_choice(_add(family, "list", what, "views.dead_letters:list_command"))
     what = "print one with all its bytes and the fields that can be read"
@@ -260,11 +260,14 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_family(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    what: str,
+    actions: str,
 ) -> argparse._SubParsersAction[argparse.ArgumentParser]:
     """A command with commands of its own."""
     parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
-    return parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    return parser.add_subparsers(dest="action", metavar=actions, required=True)
 
 
 def _count(text: str) -> int:

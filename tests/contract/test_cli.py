@@ -66,9 +66,11 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["rnu", "-c", "run.yaml"]) == 2
     assert "Did you mean 'run'? Known: convert, dead-letters" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["run"])
-    assert ended.value.code == 2
+    for words, missing in (["run"], "-c/--config"), (["dead-letters"], "list|show|replay"):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert f"arguments are required: {missing}" in capsys.readouterr().err
 
 
 def test_a_configuration_error_is_one_line_and_exit_2(unstarted: Cli) -> None:
