@@ -47,6 +47,9 @@ OF_THE_COMMAND = (
     "test_a_trajectory_whose_id_was_read_has_its_end_and_is_not_sent_again",
     "test_nothing_is_sent_of_a_record_without_value_or_of_a_topic_that_goes_by_order",
     "test_what_was_replayed_is_sent_again_only_when_told",
+    "test_topics_of_others_in_the_namespace_are_shown_and_left",
+    "test_describe_tells_partitions_settings_offsets_and_size",
+    "test_topics_made_by_hand_are_no_run_yet",
 )
 
 # no member is taken for gone because the machine was busy for a while

@@ -134,12 +134,9 @@ def test_task_waits_for_its_version_and_newer_weights_are_taken(url, log, tmp_pa
     say(log, "tasks", task(0), task(1, min_version=2))
     with running(url, settings()):
         until(lambda: len(trajectories(log)) == G)
-        time.sleep(0.3)
+        waits = "policy_version 2 on branch main for t.1; policy_version 0 is the newest"
+        until(lambda: any(waits in b.waiting_for for b in read(log, "heartbeats")), "the wait")
         assert {t.number for t in trajectories(log)} == {0}
-        beats = read(log, "heartbeats")
-        until(lambda: read(log, "heartbeats")[len(beats) :])
-        waits = read(log, "heartbeats")[-1].waiting_for
-        assert "policy_version 2 on branch main for t.1; policy_version 0 is the newest" in waits
         say(log, "checkpoints", checkpoint(tiny_model_dir, tmp_path / "c", 2))
         until(lambda: uncommitted(log) == 0)
     versions = {t.number: (t.min_policy_version, t.max_policy_version) for t in trajectories(log)}

@@ -18,9 +18,10 @@ import psutil
 from streamrft.schemas import codec
 from streamrft.schemas import events as ev
 from streamrft.schemas.topics import Topics, key_of
-from streamrft.streams.log import Log, Partition, Position, Record, topic_specs
+from streamrft.streams.log import Consumer, Log, Position, Record, topic_specs
 from streamrft.streams.outbox import COUNTERS_KEY, read_counters
 from streamrft.streams.process import Process
+from streamrft.streams.reading import begins
 from streamrft.streams.settings import StreamSettings
 from streamrft.streams.worker import run_join
 
@@ -42,6 +43,7 @@ class JoinRun:
         self.log, self.topics, self._engine = log, Topics(namespace, num_partitions), engine
         log.ensure_topics(topic_specs(self.topics))
         self._producer = log.producer()
+        self._read: dict[str, tuple[Consumer, list[Record]]] = {}
 
     def send(self, *events: ev.Trajectory | ev.Reward, **place: Any) -> list[Position]:
         """Append events under their own keys, all at once."""
@@ -58,18 +60,17 @@ class JoinRun:
         return self._producer.flush()[0]
 
     def records(self, topic: str) -> list[Record]:
-        """Everything on a topic, partition by partition."""
-        name = self.topics.name(topic)
-        parts = [Partition(name, p) for p in range(self.topics.partitions(topic))]
-        ends = self.log.end_offsets(parts)
-        reader = self.log.consumer()
-        reader.assign({p: self.log.describe([name])[name].begin[p.partition] for p in parts})
-        found: list[Record] = []
+        """Everything on a topic, partition by partition; what was read once is not read again."""
+        if topic not in self._read:
+            reader = self.log.consumer()
+            reader.assign(begins(self.log, self.topics.name(topic)))
+            self._read[topic] = reader, []
+        reader, found = self._read[topic]
+        ends = self.log.end_offsets(reader.assignment())
         deadline = time.monotonic() + DEADLINE_S
         while any(reader.positions()[p] < end for p, end in ends.items()):
             assert time.monotonic() < deadline, f"{topic}: not read within {DEADLINE_S} s"
             found += reader.poll(5_000)
-        reader.close()
         return sorted(found, key=lambda r: (r.partition, r.offset))
 
     def events(self, topic: str, cls: type[E]) -> list[E]:
