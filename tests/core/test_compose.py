@@ -178,7 +178,8 @@ def test_replicas_have_no_name_of_their_own_and_others_have():
 @pytest.mark.parametrize("words", command_lines(), ids=lambda words: " ".join(words)[:60])
 def test_command_lines_are_understood(words):
     if words[0] == "streamrft":
-        assert _parser().parse_args(words[1:]).handler
+        parser, _ = _parser()
+        assert parser.parse_args(words[1:]).handler
     elif words[:2] == ["python", "-m"]:
         module = words[2].removeprefix("streamrft.deploy.images.")
         assert module in {"bucket", "healthy"} and bucket.main and healthy.main
