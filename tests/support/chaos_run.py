@@ -126,8 +126,8 @@ class Chaos:
         status = self.place.status()
         assert status.returncode == 0, status.stdout + status.stderr
         if self.is_alone:
-            assert max(waits_s, default=0.0) < RESUME_S
-            assert max(self.crowd.ends_s) < LEAVE_S
+            assert max(waits_s, default=0.0) < RESUME_S, f"what went on so late: {waits}"
+            assert max(self.crowd.ends_s) < LEAVE_S, f"ends took {self.crowd.ends_s} s"
 
     def __enter__(self) -> Chaos:
         return self
