@@ -17,11 +17,11 @@ def cluster(tmp_path):
         yield cluster
 
 
-@pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "faust"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "faust"])
 def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, cluster, engine):
     changes = {"event_log": {"options": REPLICATED}}
-    told = {"is_alone": engine == "native"}
-    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes, **told) as chaos:
+    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes) as chaos:
         crowd = chaos.crowd
         chaos.begin()
         crowd.pass_until(
