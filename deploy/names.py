@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from ..schemas.errors import ConfigError
@@ -17,8 +18,9 @@ from .plugins import load_plugins
 
 def check_names(stage: Stage, command: str) -> None:
     """Raise ConfigError for the first name or argument that a role of the stage would refuse."""
-    if command in ("schedule", "explore"):
+    if command == "explore":
         assert stage.explorer is not None
+        os.environ.update({k: str(v) for k, v in stage.config.explorer.env_vars.items()})
         from ..producers.rollouts import workflow_and_reward
 
         for taskset in stage.explorer.tasksets:

@@ -111,7 +111,8 @@ def _is_plain(named: _Named, entries: Mapping[str, frozenset[str] | None]) -> bo
 
 
 def _named(stage: Stage, command: str) -> Iterator[_Named]:
-    if command in ("schedule", "explore") and stage.explorer is not None:
+    # the scheduler makes none of its own: it may run where no plug-in and no torch is
+    if command == "explore" and stage.explorer is not None:
         for t in stage.explorer.tasksets:
             yield _Named("WORKFLOWS", t.workflow, t.workflow_args)
             if t.reward_fn:

@@ -37,6 +37,19 @@ for name in ("one", "two"):
     REWARDS.register(f"made_{name}")(Digits)
 """
 
+JUDGE = """\
+import os
+from streamrft.producers.rewards import REWARDS
+
+class Judge:
+    def __init__(self):
+        if "JUDGE" not in os.environ:
+            raise ValueError("no judge")
+    def __call__(self, rollout): return {"judge": 1.0}
+
+REWARDS.register("ju" + "dge")(Judge)
+"""
+
 
 @pytest.fixture
 def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
@@ -94,6 +107,23 @@ def test_filters_and_losses_are_looked_for_too_by_the_roles_own_commands(cli: Cl
     code, _, err = cli.run("train")
     assert code == 2 and "'clip_rang' is unknown. Did you mean 'clip_range'?" in err
     assert not (cli.config.parent / "runs").exists()
+
+
+def test_a_scheduler_needs_no_function_of_the_explorers(cli: Cli) -> None:
+    with_taskset(cli, default_reward_fn_type="elsewhere")
+    code, _, err = cli.run("schedule")  # it goes on to the rows
+    assert code == 2 and "rows.jsonl does not exist" in err and "elsewhere" not in err
+
+
+def test_a_function_is_asked_for_with_the_variables_that_its_explorer_sets(cli: Cli) -> None:
+    (cli.config.parent / "plugins" / "judge.py").write_text(JUDGE)
+    with_taskset(cli, default_reward_fn_type="judge")
+    run = plan(cli.config, (str(cli.config.parent / "plugins"),))
+    with pytest.raises(ConfigError, match="reward_fn 'judge': no judge"):
+        check_functions(run, [(run.stages[0], "explore")])
+    cli.change(explorer={"env_vars": {"JUDGE": "http://127.0.0.1:1"}})
+    run = plan(cli.config, run.plugin_dirs)
+    check_functions(run, [(run.stages[0], "explore")])
 
 
 def test_no_process_is_asked_about_what_the_sources_settle(
