@@ -15,6 +15,8 @@ from ..schemas.errors import ConfigError
 from .plan import Stage, plan
 from .plugins import load_plugins
 
+ERROR = "streamrft found: "
+
 
 def check_names(stage: Stage, command: str) -> None:
     """Raise ConfigError for the first name or argument that a role of the stage would refuse."""
@@ -43,7 +45,7 @@ def check_names(stage: Stage, command: str) -> None:
 
 
 def main() -> int:
-    """Print the first error as a JSON object; 2 when there is one."""
+    """Print the first error behind `ERROR`, as JSON; 2 when there is one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--plugin-dir", action="append", default=[])
@@ -57,7 +59,7 @@ def main() -> int:
             where = f"stages[{name}]: " if name else ""
             check_names(run.stage(name), command)
     except ConfigError as error:
-        print(json.dumps({"error": f"{where}{error}"}))
+        print(f"{ERROR}{json.dumps(f'{where}{error}')}")
         return ConfigError.exit_code
     return 0
 

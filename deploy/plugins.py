@@ -47,6 +47,6 @@ def _import_file(path: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises: it is named and ends the role
+    except (Exception, SystemExit) as error:  # a user's file may raise anything: it ends the role
         del sys.modules[name]
         raise ConfigError(f"--plugin-dir: {path}: {type(error).__name__}: {error}") from error

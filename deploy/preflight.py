@@ -22,6 +22,7 @@ from ..streams.rows import check_place
 from ..streams.shell import check_shell
 from .config.adapters import check_peft
 from .handover import last_trained
+from .names import ERROR
 from .parent import before_exec
 from .plan import Run, Stage
 from .plugins import plugin_files
@@ -144,5 +145,7 @@ def _ask(run: Run, roles: Iterable[tuple[Stage, str]]) -> None:
         )
     except subprocess.TimeoutExpired:
         return
-    if done.returncode == ConfigError.exit_code and done.stdout.strip():
-        raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
+    # a plug-in may print, too, also when the process ends
+    errors = [line for line in done.stdout.splitlines() if line.startswith(ERROR)]
+    if done.returncode == ConfigError.exit_code and errors:
+        raise ConfigError(json.loads(errors[-1].removeprefix(ERROR)))

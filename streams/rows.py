@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ _OTHERS = (".csv", ".tsv", ".txt")
 _READ = ".jsonl (a JSON object a line), .json (a list of objects) and .parquet"
 _FROM_CSV = """\
 python -c 'import csv, json, sys
-for row in csv.DictReader(sys.stdin): print(json.dumps(row))' < {0}.csv > {0}.jsonl"""
+for row in csv.DictReader(sys.stdin): print(json.dumps(row))' < {} > {}"""
 Row = dict[str, Any]
 
 
@@ -68,7 +69,8 @@ def check_place(name: str, path: str) -> None:
 def _as_jsonl(place: Path) -> str:
     """How to make a file of another format readable."""
     if place.suffix.lower() == ".csv":
-        return f"Convert it, every value as text:\n{_FROM_CSV.format(place.with_suffix(''))}"
+        files = (shlex.quote(str(p)) for p in (place, place.with_suffix(".jsonl")))
+        return f"Convert it, every value as text:\n{_FROM_CSV.format(*files)}"
     return "If it has a JSON object a line, name it .jsonl; else convert it to one of these."
 
 

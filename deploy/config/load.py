@@ -90,7 +90,7 @@ def _resolved(path: Path) -> dict[str, Any]:
 
 def _no_yaml(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    lines = path.read_text().splitlines()
+    lines = path.read_text("utf-8").splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     hint = ' Inside { } a value with ${ needs quotes: "${...}".' if "${" in line else ""
     return f"{path}: no valid YAML: {' '.join(str(error).split())}.{hint}"

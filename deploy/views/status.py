@@ -218,7 +218,7 @@ def _show_processes(console: Console, status: Status) -> None:
         age = _ago((status.now_ms - beat.produced_at) / 1000)
         waits = beat.waiting_for if state == "idle" else ""
         if status.unsaved and state == "ended" and beat.role == "trainer":
-            waits = "nothing: it ended because it could not save, see above"
+            waits = "nothing: it ended unsaved, see above"
         table.add_row(beat.process, f"[{styles[state]}]{state}[/]", age, escape(waits))
     console.print(table)
 

@@ -161,6 +161,18 @@ def test_a_plugin_that_is_no_python_or_missing_is_named_with_its_line(cli: Cli) 
         check_functions(run, [(run.stages[0], "explore")])
 
 
+def test_a_plugin_that_prints_or_ends_the_process_is_no_answer(cli: Cli) -> None:
+    folder = cli.config.parent / "plugins"
+    (folder / "bye.py").write_text("import atexit\natexit.register(print, 'bye')\n")
+    with_taskset(cli, default_reward_fn_type="digit")
+    run = plan(cli.config, (str(folder),))
+    with pytest.raises(ConfigError, match="'digit' is unknown"):
+        check_functions(run, [(run.stages[0], "explore")])
+    (folder / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"script\.py: SystemExit: 0"):
+        check_functions(run, [(run.stages[0], "explore")])
+
+
 def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

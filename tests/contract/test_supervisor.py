@@ -153,9 +153,7 @@ def test_a_killed_child_is_named_and_started_again(supervised: Supervised) -> No
     assert "join-1 ended (killed by SIGKILL); starts again in 0.5 s" in out
 
 
-def test_a_signal_ends_everything_in_order_and_shows_in_the_exit_code(
-    supervised: Supervised,
-) -> None:
+def test_a_signal_ends_all_in_order_and_shows_in_the_exit_code(supervised: Supervised) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = supervised.started()
@@ -305,7 +303,7 @@ def test_a_trainer_that_cannot_save_ends_the_run_with_5_and_status_says_why(
     assert main(["status", "-c", str(supervised.config)]) == 0
     out, _ = capsys.readouterr()
     assert re.search(r"(?s)not saved +full of step 0 .*Not a\s+directory", out)
-    assert re.search(r"trainer +ended .* ended because it could not save, see above", out)
+    assert re.search(r"trainer +ended .* ended unsaved, see above", out)
 
 
 def test_an_existing_run_is_not_gone_on_with_unasked(supervised: Supervised) -> None:

@@ -80,6 +80,7 @@ def test_folder_saved_by_datasets_is_read(tmp_path):
         ("broken.json", "is no JSON"),
         ("broken.parquet", "no readable Parquet"),
         ("sheet.csv", r"(?s)^gsm: sheet.csv is not read; .jsonl .*DictReader.*> sheet.jsonl$"),
+        ("my SHEET.CSV", r"(?s)< 'my SHEET.CSV' > 'my SHEET.jsonl'$"),
         ("rows", "rows is not read; .* name it .jsonl"),
         ("data/away.csv", "does not exist"),
         ("other", r"no train.jsonl.*It holds notes.txt"),
@@ -91,8 +92,8 @@ def test_wrong_path_says_what_was_found_and_what_to_do(tmp_path, monkeypatch, pa
     (tmp_path / "bad.json").write_text('{"a": 1}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "broken.parquet").write_text("{")
-    (tmp_path / "sheet.csv").write_text('{"a": 1}')
-    (tmp_path / "rows").write_text('{"a": 1}')
+    for name in ("sheet.csv", "my SHEET.CSV", "rows"):
+        (tmp_path / name).write_text('{"a": 1}')
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=says):
