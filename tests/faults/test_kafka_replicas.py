@@ -17,11 +17,16 @@ def cluster(tmp_path):
         yield cluster
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["native", "faust"])
-def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(tmp_path, cluster, engine):
+BESIDE = [pytest.param("faust", False, id="faust-beside")]
+ALONE = [pytest.param(e, True, id=e, marks=pytest.mark.slow) for e in ("native", "faust")]
+
+
+@pytest.mark.parametrize(("engine", "is_alone"), BESIDE + ALONE)
+def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(
+    tmp_path, cluster, engine, is_alone
+):
     changes = {"event_log": {"options": REPLICATED}}
-    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes) as chaos:
+    with Chaos(tmp_path / "run", cluster.url, 0, engine, changes, is_alone=is_alone) as chaos:
         crowd = chaos.crowd
         chaos.begin()
         crowd.pass_until(
