@@ -106,6 +106,11 @@ class GroupAssembly:
         is_new = self.offsets[partition].is_new(offset)
         return is_new and not self.closed.contains(group_id, number)
 
+    def holds(self, group_id: str, trajectory_id: str) -> bool:
+        """Whether an experience waits here."""
+        group = self._groups.get(group_id)
+        return group is not None and trajectory_id in group.members
+
     def on_unreadable(
         self, group_id: str, number: int, name: str, partition: int, offset: int
     ) -> None:

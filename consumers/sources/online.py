@@ -257,7 +257,8 @@ class OnlineSource:
         name = known.get("trajectory_id") or f"{record.partition}@{record.offset}"
         if self.groups.is_news(group_id, number, record.partition, record.offset):
             self._announcer.dead_letter(record, error, self._reader)
-            if known:
+            # a broken repeat takes nothing from what waits here
+            if known and not self.groups.holds(group_id, name):
                 known |= {"trajectory_id": name, "group_id": group_id}
                 self._announcer.publish("drops", self._invalid(known, error))
         # told first: what could not be told is taken in again

@@ -64,7 +64,7 @@ class PromptTooLong(EngineError, ValueError):
 
 
 class WeightsMismatch(EngineError, ValueError):
-    """New weights are not those of this model or adapter; the old version goes on serving."""
+    """New weights are not those of this model or adapter; another engine has to be opened."""
 
 
 class Interrupted(EngineError):

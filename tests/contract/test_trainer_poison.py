@@ -21,9 +21,15 @@ def feed(tmp_path: Path, tiny_model_dir: Path):
     made.close()
 
 
-def send(feed: Feed, topic: str, value: bytes | None, key: bytes | None = b"other.1"):
+def send(
+    feed: Feed,
+    topic: str,
+    value: bytes | None,
+    key: bytes | None = b"other.1",
+    partition: int | None = 0,
+):
     producer = feed.log.producer()
-    producer.send(TOPICS.name(topic), value, key=key, partition=0)
+    producer.send(TOPICS.name(topic), value, key=key, partition=partition)
     return producer.flush()[0]
 
 
@@ -76,6 +82,22 @@ def test_members_whose_trajectory_or_claim_is_broken_are_dropped_and_the_others_
     assert "there is no such object" in dropped["rows.0:0:a"].detail
     assert "its trajectory" in dropped["rows.1:0:a"].detail
     assert len(feed.read("dead_letters", ev.DeadLetter)) == 2
+
+
+def test_a_broken_repeat_takes_nothing_from_the_experience_that_waits(feed: Feed):
+    feed.write(experience(0, 0))
+    cut = codec.encode(experience(0, 0))[:-3]
+    send(feed, "experiences", cut, key=b"rows.0", partition=None)
+    feed.write(experience(0, 1))
+    source = feed.open_source()
+    for _ in range(2):  # the second reads what the first would have dropped
+        source.poll(0, timeout_ms=0)
+    batch = source.next_batch(0)
+    assert batch is not None
+    assert [m.trajectory_id for m in batch.members] == ["rows.0:0:a", "rows.0:1:a"]
+    assert feed.read("drops", ev.Drop) == []
+    assert len(feed.read("dead_letters", ev.DeadLetter)) == 1
+    source.close()
 
 
 def test_log_away_at_a_poison_record_loses_none_of_those_behind_it(
