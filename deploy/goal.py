@@ -84,6 +84,18 @@ def _judge_groups(log: Log, stage: Stage, lineage: Lineage, cuts: list[ev.Cut]) 
     return Verdict()
 
 
+def all_failed(log: Log, stage: Stage) -> str:
+    """What a stage that trained no step has instead, where every rollout failed; else empty."""
+    if stage.trainer is None or stage.scheduler is None:
+        return ""
+    if any(isinstance(e, ev.TrainStep) for e in read_events(log, stage.topics, "train_steps")):
+        return ""
+    drops = [d for d in read_events(log, stage.topics, "drops") if isinstance(d, ev.Drop)]
+    if not drops or any(d.reason != "failed" for d in drops):
+        return ""
+    return f"all {len(drops)} rollouts failed, the last because {drops[-1].detail}"
+
+
 def dead_groups(drops: Iterable[ev.Drop], lineage: Lineage) -> set[str]:
     """Groups that emitted nothing, or whose emitted members the trainer all dropped.
 

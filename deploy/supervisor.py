@@ -17,7 +17,7 @@ from ..streams import faults
 from ..streams.log import Lease, Log
 from ..streams.process import Process
 from .children import Child, command_of, describe, environment_of, kill_all, stop_in_order
-from .goal import judge
+from .goal import all_failed, judge
 from .handover import is_kept, newest_full
 from .plan import Run, Stage
 from .preflight import check_places
@@ -160,6 +160,7 @@ class _Supervisor:
         label = f"stage {stage.name}" if stage.name else "run"
         self._log.ensure_topics(self._run.topic_specs(stage))
         if judge(self._log, stage).is_reached and self._is_worth_skipping(stage):
+            self._check_trained(stage, label)
             self._check_result(stage, label)
             self._screen.say(f"{label}: reached its goal before; nothing to do{_how_on(stage)}")
             return
@@ -178,6 +179,7 @@ class _Supervisor:
         self._screen.end()
         if not verdict.is_reached:
             raise GaveUp(f"{label}: ended without its goal: {verdict.missing}")
+        self._check_trained(stage, label)
         self._screen.say(f"{label}: done{self._outcome(stage)}")
 
     def _begin(self, stage: Stage) -> None:
@@ -197,6 +199,14 @@ class _Supervisor:
             return True
         stages = self._run.stages
         return any(was_started(self._log, s) for s in stages[stages.index(stage) + 1 :])
+
+    def _check_trained(self, stage: Stage, label: str) -> None:
+        """A goal of epochs is also reached where every task was rolled out in vain."""
+        if why := all_failed(self._log, stage):
+            raise GaveUp(
+                f"{label}: trained nothing: {why}. Mend that and give the run another name: on "
+                "this log every task is done. `streamrft tail drops` shows the others."
+            )
 
     def _check_result(self, stage: Stage, label: str) -> None:
         """What the run was for may have been removed; weights of stages before it may go."""
