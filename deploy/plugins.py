@@ -23,7 +23,8 @@ def plugin_files(folders: Iterable[str]) -> Iterator[Path]:
             raise ConfigError(f"--plugin-dir: {folder} is no folder.")
         if not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(f"--plugin-dir: {folder} cannot be read: its rights forbid it.")
-        yield from sorted(Path(folder).glob("*.py"))
+        # hidden ones are an editor's locks and copies, not the user's
+        yield from sorted(f for f in Path(folder).glob("*.py") if not f.name.startswith("."))
 
 
 def load_plugins(folders: Iterable[str]) -> None:

@@ -173,6 +173,15 @@ def test_a_plugin_that_prints_or_ends_the_process_is_no_answer(cli: Cli) -> None
         check_functions(run, [(run.stages[0], "explore")])
 
 
+def test_the_lock_that_an_editor_keeps_beside_a_plugin_is_not_one(cli: Cli) -> None:
+    folder = cli.config.parent / "plugins"
+    (folder / ".#mine.py").symlink_to("somebody@host.1:1")
+    with_taskset(cli, default_reward_fn_type="digits")
+    run = plan(cli.config, (str(folder),))
+    check_functions(run, [(run.stages[0], "explore")])
+    load_plugins(run.plugin_dirs)
+
+
 def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
