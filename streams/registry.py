@@ -61,9 +61,10 @@ class Registry(Generic[T]):
             )
         try:
             return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever a user's module raises: it is named
+            why = f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"{self.kind} {name!r} cannot be imported: {error}. Give a registered name, or "
+                f"{self.kind} {name!r} cannot be imported: {why}. Give a registered name, or "
                 "the dotted path of a class or function on the Python path."
             ) from error
 

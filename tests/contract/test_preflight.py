@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def test_a_function_is_asked_for_with_the_variables_that_its_explorer_sets(cli: 
     cli.change(explorer={"env_vars": {"JUDGE": "http://127.0.0.1:1"}})
     run = plan(cli.config, run.plugin_dirs)
     check_functions(run, [(run.stages[0], "explore")])
+
+
+def test_a_dotted_path_into_a_module_that_raises_is_refused_with_what_it_raised(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cli.config.parent / "unparsable.py").write_text("def f(:\n")
+    monkeypatch.setenv("PYTHONPATH", str(cli.config.parent), prepend=os.pathsep)
+    with_taskset(cli, default_reward_fn_type="unparsable.f")
+    code, _, err = cli.run("run")
+    assert code == 2 and "'unparsable.f' cannot be imported: SyntaxError: invalid syntax" in err
 
 
 def test_no_process_is_asked_about_what_the_sources_settle(
