@@ -65,7 +65,10 @@ class Pacing:
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """What is published and how far ahead. `batch_size` counts groups a step."""
+    """What is published and how far ahead. `batch_size` counts groups a step.
+
+    With `reward_wait_ms` None a group stays in the window however long its reward takes.
+    """
 
     tasksets: tuple[TasksetSettings, ...]
     batch_size: int
@@ -73,7 +76,7 @@ class SchedulerSettings:
     pacing: Pacing
     total_epochs: int = 1
     total_steps: int | None = None
-    reward_wait_ms: int = 60_000
+    reward_wait_ms: int | None = 60_000
     max_open_groups: int = 10_000
     branch: str = "main"
     lease_ms: int = 10_000

@@ -139,9 +139,10 @@ class Window:
         if not trajectory.is_failed:
             group.waits_for_reward |= bool(trajectory.reward_sources.keys() - scored)
         self.awaits_rewards |= group.waits_for_reward
-        if len(group.slots) == trajectory.group_size and group.waits_for_reward:
-            due = log_time_ms + self._settings.reward_wait_ms
-            heapq.heappush(self._due, (due, trajectory.group_id))
+        wait_ms = self._settings.reward_wait_ms
+        is_whole = len(group.slots) == trajectory.group_size
+        if is_whole and group.waits_for_reward and wait_ms is not None:
+            heapq.heappush(self._due, (log_time_ms + wait_ms, trajectory.group_id))
 
     def on_experience(self, group_id: str) -> None:
         """The group was rewarded: it is the trainer's turn now, so it is not parked."""

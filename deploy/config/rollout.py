@@ -30,7 +30,7 @@ def scheduler_settings(stage: StageConfig) -> SchedulerSettings:
         pacing=pacing(config),
         total_epochs=config.buffer.total_epochs,
         total_steps=total_steps(config),
-        reward_wait_ms=config.synchronizer.reward_wait,
+        reward_wait_ms=None if config.deterministic else config.synchronizer.reward_wait,
         max_open_groups=config.synchronizer.max_open_groups,
         branch=branch_of(config),
     )

@@ -198,7 +198,7 @@ def warnings_of(stage: StageConfig) -> list[str]:
             continue
         found.setdefault(rule.why, []).append(rule.path)
     texts = [f"{', '.join(paths)}: {why}." for why, paths in found.items()]
-    return [*texts, *_meant_otherwise(stage)]
+    return [*texts, *_meant_otherwise(stage), *_lost_when_late(stage)]
 
 
 def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
@@ -241,6 +241,26 @@ def _meant_otherwise(stage: StageConfig) -> Iterator[str]:
         kind = taskset.data_selector.selector_type
         if kind not in SELECTORS:
             yield f"data_selector.selector_type of {taskset.name}: {kind} {_LATER}; sequential is."
+
+
+def _lost_when_late(stage: StageConfig) -> Iterator[str]:
+    """Reward sources that may score when the run has gone on without them."""
+    config = stage.config
+    wait = config.synchronizer.reward_wait
+    late = [
+        name
+        for name, source in config.rewards.items()
+        if source.deadline is not None
+        and source.deadline > wait
+        and not stage.gives(f"rewards.{name}.max_staleness")
+    ]
+    if late and rolls_out(config) and not config.deterministic:
+        yield (
+            f"rewards.{', '.join(late)}: a group that is not scored within "
+            f"synchronizer.reward_wait, {wait / 1000:g} s, is trained only while the weights "
+            f"allow it, else dropped as stale. rewards.{late[0]}.max_staleness: null trains it "
+            "however late it is; a longer reward_wait lets the run wait."
+        )
 
 
 def _meant_for_others(stage: StageConfig) -> Iterator[str]:

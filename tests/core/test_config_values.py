@@ -88,12 +88,25 @@ def test_reward_sources_reach_explorer_and_trainer(tmp_path: Path) -> None:
         "judge": {"deadline": 500, "max_staleness": 4},
         "format": {"weight": 0.1},
     }
-    stage = planned(tmp_path, {"rewards": rewards}).stage(None)
-    assert stage.explorer and stage.trainer
+    run = planned(tmp_path, {"rewards": rewards})
+    stage = run.stage(None)
+    assert stage.explorer and stage.trainer and run.warnings == ()
     assert stage.explorer.reward_sources["human"].deadline_ms == 259_200_000
     assert stage.explorer.reward_sources["judge"].weight == 1.0
     assert stage.explorer.part_weights["format"] == 0.1
     assert stage.trainer.source_max_staleness == {"human": None, "judge": 4}
+
+
+def test_a_source_that_may_score_too_late_is_said_and_no_clock_decides_in_a_deterministic_run(
+    tmp_path: Path,
+) -> None:
+    changes: dict[str, Any] = {"rewards": {"human": {"deadline": "3d"}, "judge": {"deadline": 500}}}
+    run = planned(tmp_path, changes)
+    assert [w.split(":")[0] for w in run.warnings] == ["rewards.human"]
+    exact = planned(tmp_path, {**changes, "deterministic": True})
+    waits = [r.stage(None).scheduler for r in (run, exact)]
+    assert [w.reward_wait_ms for w in waits if w] == [60_000, None]
+    assert exact.warnings == ()
 
 
 def test_trinitys_operators_come_before_our_filters(tmp_path: Path) -> None:

@@ -232,6 +232,15 @@ def test_group_without_a_reward_is_parked_after_the_wait_and_counts_against_the_
     assert w.num_parked == 3 and "max_open_groups is 5" in w.blocker()
 
 
+def test_without_a_wait_no_clock_takes_a_group_out_of_the_window():
+    w = window(reward_wait_ms=None)
+    w.on_checkpoint(checkpoint(0))
+    publish(w)
+    for n in range(B):
+        rolled_out(w, n, 0, scored=False)
+    assert publish(w, now_ms=10**12) == [] and w.num_outstanding == B
+
+
 def test_half_rolled_out_or_scored_groups_are_not_parked():
     w = window()
     w.on_checkpoint(checkpoint(0))
