@@ -49,6 +49,8 @@ _UNKNOWN = {
     KafkaError._UNKNOWN_TOPIC,
     KafkaError._UNKNOWN_PARTITION,
 }
+# what a writer says of records that it gave up after its time-out
+PURGED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
 _AWAY = {
     KafkaError._TRANSPORT,
     KafkaError._ALL_BROKERS_DOWN,
@@ -58,8 +60,7 @@ _AWAY = {
     KafkaError._MSG_TIMED_OUT,
     KafkaError._WAIT_COORD,
     KafkaError._NOENT,  # no leader is known now
-    KafkaError._PURGE_QUEUE,
-    KafkaError._PURGE_INFLIGHT,
+    *PURGED,
     KafkaError.UNSTABLE_OFFSET_COMMIT,
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -160,4 +161,6 @@ def is_lost(error: KafkaError) -> bool:
 
 
 def _text(error: KafkaError) -> str:
+    if error.code() in PURGED:
+        return "not acknowledged in time"
     return error.str().rstrip(". ")

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from ...schemas.errors import EventTooLarge, LogError, LogUnavailable, StreamrftError
 from ..log import Partition, Position
 from .cluster import Cluster
-from .errors import is_lost
+from .errors import PURGED, is_lost
 from .options import RECORD_MARGIN_BYTES
 
 _OUTCOME_S, _ABORT_S, _POSITIONS_S = 60.0, 10.0, 3.0
@@ -27,7 +27,6 @@ _POLL_S = 0.01
 _SHOWN = 80
 # for a writer of many records that needs no positions: it saves a callback a record
 ONLY_ERRORS = {"delivery.report.only.error": True}
-_PURGED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
 
 
 class Outgoing(NamedTuple):
@@ -171,7 +170,7 @@ class Transactional:
         except KafkaException as raised:
             error = raised.args[0]
             self._give_up(error)
-            refused = {i: e for i, e in batch.errors.items() if e.code() not in _PURGED}
+            refused = {i: e for i, e in batch.errors.items() if e.code() not in PURGED}
             if refused and not is_lost(error):
                 i, cause = next(iter(refused.items()))
                 raise records[i].refused(cause, self._cluster) from raised

@@ -73,6 +73,15 @@ def test_record_whose_key_is_too_large_is_refused_and_the_next_one_written(place
         assert len(producer.flush()) == 1
 
 
+def test_records_that_are_not_acknowledged_in_time_are_kept_for_the_next_flush(place, log):
+    topic = place.create(log, "slow", 1)
+    producer = log.producer()
+    producer.send(topic, b"v")
+    with pytest.raises(LogUnavailable, match=r"slow\[0\].*: not acknowledged in time\."):
+        producer.flush(0)
+    assert len(producer.flush()) == 1
+
+
 def test_topics_are_made_as_the_options_and_limits_say(place):
     log = place.open(options={"replication": "1", "topic.min.insync.replicas": "1"})
     topic = place.create(log, "made", 1, retention_ms=8_000_000, max_event_bytes=5 * 2**20)
