@@ -33,7 +33,7 @@ CONFIG = {
         "explorer_input": {"taskset": {"name": "rows", "path": "rows.jsonl"}},
     },
     "explorer": {"rollout_model": {"engine_type": "transformers"}},
-    "rewards": {"human": {"deadline": "3d"}},
+    "rewards": {"human": {"deadline": "3d", "max_staleness": None}},
 }
 
 
