@@ -123,6 +123,11 @@ def trajectory(group_id: str, version: int, branch: str = "main") -> ev.Trajecto
     )
 
 
+def ends(log: Log) -> list[tuple[str, int]]:
+    """Branch and number of groups of each Ended event."""
+    return [(e.branch, e.num_groups) for e in read(log, "tasks", ev.Ended)]
+
+
 @contextmanager
 def running(url: str, chosen: SchedulerSettings) -> Iterator[threading.Thread]:
     """A scheduler in a thread with its own log, stopped at the end."""
@@ -159,7 +164,7 @@ def test_run_of_one_epoch_publishes_every_row_and_its_end(url, log, tmp_path):
         (f"t.{i}", i, 1 + i // 2, i // 2) for i in range(6)
     ]
     assert json.loads(tasks(log)[3].content) == {"prompt": "q3"}
-    assert [e.num_groups for e in read(log, "tasks", ev.Ended)] == [6]
+    assert ends(log) == [("main", 6)]
 
 
 def test_restart_goes_on_and_says_its_end_once(url, log, tmp_path):
@@ -177,7 +182,7 @@ def test_restart_goes_on_and_says_its_end_once(url, log, tmp_path):
             thread.join(60)
             assert not thread.is_alive()
     assert [t.row for t in tasks(log)] == [0, 1, 2, 3]
-    assert [e.num_groups for e in read(log, "tasks", ev.Ended)] == [4]
+    assert ends(log) == [("main", 4)]
 
 
 def test_poison_records_are_left_out(url, log, tmp_path):
@@ -207,10 +212,10 @@ def test_fork_while_it_follows_publishes_abandoned_rows_again(url, log, tmp_path
         say(log, "train_steps", cut(1, ["t.0", "t.1"], "main.0"))
         say(log, "checkpoints", checkpoint(1, "main.0"))
         say(log, "train_steps", cut(2, ["t.2", "t.4"], "main.0"))
-        until(lambda: len(tasks(log)) == 7)
+        until(lambda: ends(log)[-1:] == [("main.0", 6)])
+    assert len(tasks(log)) == 7
     again = tasks(log)[6]
     assert (again.row, again.replaces, again.branch, again.group_id) == (3, 3, "main.0", "t.6")
-    assert [e.num_groups for e in read(log, "tasks", ev.Ended)][-1:] == [6]
 
 
 def test_configured_fork_waits_until_the_trainer_has_announced_it(url, log, tmp_path):
