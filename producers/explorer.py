@@ -7,6 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ..schemas import codec
 from ..schemas import events as ev
@@ -207,13 +208,11 @@ class Explorer:
         """What has ended; waits a little for the first, less for those that end with it."""
         ended: list[Outcome] = []
         deadline = time.monotonic() + _WAIT_S
-        try:
+        with suppress(queue.Empty):  # what still runs is gathered by a later turn
             while len(ended) < self._num_running:
                 left_s = deadline - time.monotonic()
                 ended.append(self._loop.outcomes.get(timeout=max(0.0, left_s)))
                 deadline = min(deadline, time.monotonic() + _GATHER_S)
-        except queue.Empty:
-            pass  # what still runs is gathered by a later turn
         return ended
 
     def _publish(self, ended: list[Outcome]) -> None:

@@ -12,18 +12,12 @@ from pathlib import Path
 import msgspec
 
 from ...streams.blobs import sha256_file, sync
+from ..manifest import FileEntry
 from .errors import ConvertFailed
 
 FOLDER = "huggingface"
 MANIFEST = "manifest.json"
 _WORKING, _REPLACED = f"{FOLDER}.converting", f"{FOLDER}.replaced"
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """A file of the converted folder."""
-
-    size: int
-    sha256: str
 
 
 class SourceEntry(msgspec.Struct, frozen=True):
