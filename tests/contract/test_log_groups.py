@@ -259,6 +259,7 @@ def test_processes_share_a_group_and_a_killed_one_loses_its_share(place, log, to
         append(log, topic, 8)
         partitions = set()
         wait_for(lambda: partitions.update(partitions_of(b)) or len(partitions) == 4)
+        assert partitions == {0, 1, 2, 3}
 
 
 def is_shared(a, b, log, topic):

@@ -252,7 +252,9 @@ def test_closed_log_leaves_its_groups(place, topic, partitions, group):
     first = place.open(session_timeout_ms=600_000)
     join(first.consumer(group=group), topic, partitions)
     first.close()
-    join(place.open().consumer(group=group), topic, partitions)
+    second = place.open().consumer(group=group)
+    join(second, topic, partitions)
+    assert second.assignment() == partitions
 
 
 def test_heartbeats_are_not_written_at_every_poll(place, topic, partitions, group):

@@ -191,6 +191,7 @@ def test_the_lock_that_an_editor_keeps_beside_a_plugin_is_not_one(cli: Cli) -> N
     run = plan(cli.config, (str(folder),))
     check_functions(run, [(run.stages[0], "explore")])
     load_plugins(run.plugin_dirs)
+    assert "digits" in REWARDS.names()
 
 
 def test_plugins_of_one_name_in_two_folders_are_both_imported(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_nobody_outlives_a_killed_supervisor_not_even_a_stopped_child(
     process.kill()
     process.wait(60)
     until(lambda: not supervised.children(), "end of all children")
+    assert supervised.children() == []
 
 
 def test_where_the_kernel_does_not_help_a_closed_pipe_ends_the_child() -> None:

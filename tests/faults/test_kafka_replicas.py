@@ -40,4 +40,4 @@ def test_a_leader_that_dies_under_load_loses_nothing_acknowledged(
         node.start()
         chaos.finish()
         assert crowd.watch.total("trajectories") > num_fed
-        chaos.demand()
+        assert chaos.demand() < chaos.resume_s
